@@ -7,7 +7,7 @@ import time
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import psutil
 import pytest
@@ -22,15 +22,10 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from vlm_grpo.cli import main
 from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.config.run import Settings
 from vlm_grpo.dist import launch
 from vlm_grpo.errors import UserError
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "accelerate"
-
-
-def make_settings(*overrides: str) -> Settings:
-    return load_settings("quickstart", list(overrides))
 
 
 # Settings of the launcher.
@@ -68,7 +63,7 @@ SUPPORTED: dict[str, Any] = {
 
 def make_accelerator(**plugins: Any) -> Any:
     state = SimpleNamespace(**plugins)
-    return cast(Any, SimpleNamespace(state=state, distributed_type=DistributedType.MULTI_GPU))
+    return SimpleNamespace(state=state, distributed_type=DistributedType.MULTI_GPU)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +89,7 @@ def test_deepspeed_is_refused(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     with pytest.raises(UserError, match=r"DeepSpeed, which is not supported: .*fsdp2\.yaml"):
-        launch.build_accelerator(make_settings())
+        launch.build_accelerator(load_settings("quickstart"))
 
 
 SHARDED = {"fsdp_plugin": FullyShardedDataParallelPlugin(**SUPPORTED)}
@@ -106,21 +101,16 @@ SHARDED = {"fsdp_plugin": FullyShardedDataParallelPlugin(**SUPPORTED)}
         ("checkpoint.sharded=true", {}, 1, "sharded=true needs weights sharded by FSDP2"),
         ("rollout.cuda_graphs=true", SHARDED, 1, "cuda_graphs=true is not supported with sharded"),
         ("rollout.torch_compile=true", SHARDED, 1, "torch_compile=true is not supported with sh"),
-        (
-            "optim.prompts_per_step=2",
-            {},
-            3,
-            "prompts_per_step=2 is less than the number of processes, 3",
-        ),
+        ("optim.prompts_per_step=2", {}, 3, "step=2 is less than the number of processes, 3"),
     ],
 )
 def test_what_a_launch_cannot_do_is_refused(override, plugins, processes, message, monkeypatch):
     accelerator = make_accelerator(**plugins)
     accelerator.num_processes = processes
     monkeypatch.setattr(launch, "Accelerator", lambda **_: accelerator)
-    launch.build_accelerator(make_settings("optim.prompts_per_step=3"))
+    launch.build_accelerator(load_settings("quickstart", ["optim.prompts_per_step=3"]))
     with pytest.raises(UserError, match=message):
-        launch.build_accelerator(make_settings(override))
+        launch.build_accelerator(load_settings("quickstart", [override]))
 
 
 def write_device(file: Path, is_told: bool) -> None:
@@ -143,9 +133,6 @@ def test_processes_on_cpus_form_one_group(tmp_path, is_told):
 
 # Runs of several processes.
 
-RUN = ("optim.prompts_per_step=4", "evaluation.every=0", "optim.warmup_steps=0")
-RUN += ("data.train_limit=24",)
-
 
 def run_command(*words: str) -> None:
     """Run the command of a rank, of which a launcher would start an interpreter."""
@@ -157,7 +144,7 @@ def run_command(*words: str) -> None:
             raise
 
 
-def launch_run(folder: Path, name: str, *overrides: str) -> None:
+def launch_run(folder: Path) -> None:
     """Launch a run on two processes as users do, and wait for its end.
 
     The ranks are forks of the launcher: four interpreters would take 40 seconds.
@@ -165,8 +152,10 @@ def launch_run(folder: Path, name: str, *overrides: str) -> None:
     sys.argv = [
         *("accelerate launch", "--config_file", str(CONFIGS / "cpu.yaml")),
         *("--num_processes", "2", "--main_process_port", "0", "--max_restarts", "1"),
-        *("-m", "vlm_grpo.cli", "train", "counting", f"name={name}", f"output_dir={folder}"),
-        *(*RUN, *overrides),
+        *("-m", "vlm_grpo.cli", "train", "counting", "name=killed", f"output_dir={folder}"),
+        *("optim.prompts_per_step=4", "optim.warmup_steps=0", "optim.max_steps=6"),
+        *("evaluation.every=0", "data.eval=null", "data.eval_limit=null", "data.train_limit=24"),
+        *("checkpoint.every=2", "checkpoint.keep_best=false", "resume=true"),
     ]
     torch_run: Any = import_module("torch.distributed.run")
     elastic_launch = torch_run.elastic_launch
@@ -182,10 +171,8 @@ def launch_run(folder: Path, name: str, *overrides: str) -> None:
 
 @pytest.mark.slow
 def test_the_launcher_continues_after_a_killed_process(tmp_path):
-    overrides = ("data.eval=null", "data.eval_limit=null", "checkpoint.keep_best=false")
-    overrides += ("optim.max_steps=6", "checkpoint.every=2", "resume=true")
     log, checkpoints = tmp_path / "log", tmp_path / "killed" / "checkpoints"
-    process = start(log, launch_run, tmp_path, "killed", *overrides)
+    process = start(log, launch_run, tmp_path)
     while not (checkpoints / "step-2").exists():
         assert process.is_alive(), log.read_text()
         time.sleep(0.02)
@@ -205,8 +192,7 @@ def test_the_launcher_continues_after_a_killed_process(tmp_path):
 def test_a_killed_evaluation_resumes_with_another_number_of_processes(tmp_path):
     # 130 examples are three parts: one is on disk at the kill, two are left for the two ranks.
     script, log = Path(__file__).parents[2] / "perf" / "resumed_evaluation.py", tmp_path / "log"
-    arguments = ("--count", "130", "--tasks", "counting")
-    process = start(log, run_program, script, *arguments)
+    process = start(log, run_program, script, "--count", "130", "--tasks", "counting")
     process.join(TIMEOUT)
     assert process.exitcode == 0, log.read_text()[-3000:]
     assert "resumed on 2 ranks: identical to the byte" in log.read_text()

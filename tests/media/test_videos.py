@@ -67,12 +67,11 @@ def test_few_frames_are_read_for_few_that_are_needed_and_a_wrong_index_is_refuse
         list(videos._read_frames(wrong, stream, lambda: 5.0))  # noqa: SLF001
 
 
-def test_a_title_need_not_be_utf_8():
+def test_a_title_need_not_be_utf_8_but_an_unknown_encoding_or_another_size_is_refused():
     data = make_video().replace(TITLE.encode(), b"\xe9" * len(TITLE))
     assert read_shape(io.BytesIO(data)) == (SIZE, 10, 20)
-
-
-def test_an_unknown_encoding_is_refused():
+    with pytest.raises(ValueError, match="a frame of 64x48 pixels instead of 32x32"):
+        decode_frames(io.BytesIO(data), [0.0], (32, 32))
     data = make_video(container="avi").replace(b"FMP4", b"zzzz")
     with pytest.raises(ValueError, match="its pictures are encoded in an unknown way"):
         read_shape(io.BytesIO(data))
@@ -105,11 +104,6 @@ def test_other_files_are_refused(name):
     for read in (read_shape, lambda file: decode_frames(file, [0.0], SIZE)):
         with pytest.raises(ValueError, match="it is corrupt or no video"):
             read(io.BytesIO(OTHERS[name]))
-
-
-def test_frames_of_another_size_are_refused():
-    with pytest.raises(ValueError, match="a frame of 64x48 pixels instead of 32x32"):
-        decode_frames(io.BytesIO(make_video()), [0.0], (32, 32))
 
 
 def test_damaged_frames_are_refused_or_decoded_but_never_crash():

@@ -54,10 +54,6 @@ def make_builder(chat: ChatTemplate) -> PromptBuilder:
     return PromptBuilder(chat, load_family(SimpleNamespace(model_type="qwen2_5_vl")), None, None)
 
 
-def ask(*turns: Turn, text: str = "Where?") -> list[Turn]:
-    return [*turns, Turn("user", text)]
-
-
 BROKEN, SWITCH = "the model's chat template cannot be used: .*", r"no switch \(enable_think"
 SYSTEM = {"system": "Be brief."}
 
@@ -84,20 +80,17 @@ def test_a_template_that_grows_without_end_is_an_error_of_the_prompt():
         CHAT_TEMPLATE + "{% set ns = namespace(x='x') %}{% for _ in range(messages[0].content[0]"
         ".text | length) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}"
     )
-    assert chat.render(ask(text="short")).endswith("x" * 2**5)
+    assert chat.render([Turn("user", "short")]).endswith("x" * 2**5)
     with pytest.raises(TemplateError, match="a value is longer than 1,000,000 characters"):
-        chat.render(ask(text=99 * "long"))
-
-
-def test_arguments_reach_the_template():
-    chat = make_chat(CHAT_TEMPLATE + "{{ style }}", chat_template_kwargs={"style": "plain"})
-    assert chat.render(ask()).endswith("<|im_start|>assistant\nplain")
+        chat.render([Turn("user", 99 * "long")])
 
 
 @pytest.mark.parametrize(
     "name", ["enable_thinkin", "messages", "bos_token", "add_generation_prompt"]
 )
-def test_an_argument_that_the_template_does_not_take_is_refused(name):
+def test_arguments_reach_the_template_and_one_that_it_does_not_take_is_refused(name):
+    chat = make_chat(CHAT_TEMPLATE + "{{ style }}", chat_template_kwargs={"style": "plain"})
+    assert chat.render([Turn("user", "Where?")]).endswith("<|im_start|>assistant\nplain")
     refused = rf"^prompt\.chat_template_kwargs\.{name}: .*has no such variable.*; it has "
     with pytest.raises(UserError, match=refused + "enable_thinking$"):
         make_chat(THINKING, chat_template_kwargs={name: False})
@@ -158,7 +151,7 @@ def test_published_templates_write_chats_and_show_their_thinking(name):
             tags = switched.read_thinking(family.thinking_tags)
             assert (tags.is_native, tags.is_open) == (thinking, thinking and "qwen3" in name)
     assert chat.moves_images == (name in ("llava_next", "glm4moe"))  # GLM-4.5 has no images
-    turns = ask(*CHAT, text="Or like <image>?")
+    turns = [*CHAT, Turn("user", "Or like <image>?")]
     in_parts = name in ("idefics3", "llava_next", "smolvlm")  # which read no plain text
     messages = []
     for turn in turns:
@@ -203,37 +196,28 @@ CHATML = "<|im_end|>\n<|im_start|>user\n" + SEEN + "<|im_end|>\n<|im_start|>assi
 QWEN = CHATML.format("<|vision_start|><|image_pad|><|vision_end|>")
 TURNS = "<end_of_utterance>\nUser: " + SEEN + "<end_of_utterance>\nAssistant:"
 RESULTS = {
-    "gemma3": (
-        "user",
-        "<end_of_turn>\n<start_of_turn>user\n<tool_response>\nseen<start_of_image>here\n"
-        "</tool_response><end_of_turn>\n<start_of_turn>model\n",
-    ),
-    "gemma4": (
-        "user",
-        "<turn|>\n<|turn>user\n<tool_response>\nseen<|image|>here\n</tool_response><turn|>\n"
-        "<|turn>model\n",
-    ),
-    "idefics3": ("user", TURNS.format("<image>")),
-    "lfm2_2_5_vl": ("user", CHATML.format("<image>")),
-    "llava_next": (
-        "user",
-        "</s> [INST] <image>\n<tool_response>\nseen  here\n</tool_response> [/INST]",
-    ),
-    "qwen2_5_vl": ("user", QWEN),  # it writes any role, and knows no tools
-    "qwen3_vl": ("tool", QWEN),
-    "qwen3_5_nothink": ("tool", QWEN + "<think>\n\n</think>\n\n"),
-    "qwen3_5_think": ("tool", QWEN + "<think>\n"),
-    "smolvlm": ("user", TURNS.format("<image>")),
+    "gemma3": "<end_of_turn>\n<start_of_turn>user\n<tool_response>\nseen<start_of_image>here\n"
+    "</tool_response><end_of_turn>\n<start_of_turn>model\n",
+    "gemma4": "<turn|>\n<|turn>user\n<tool_response>\nseen<|image|>here\n</tool_response><turn|>\n"
+    "<|turn>model\n",
+    "idefics3": TURNS.format("<image>"),
+    "lfm2_2_5_vl": CHATML.format("<image>"),
+    "llava_next": "</s> [INST] <image>\n<tool_response>\nseen  here\n</tool_response> [/INST]",
+    "qwen2_5_vl": QWEN,  # it writes any role, and knows no tools
+    "qwen3_vl": QWEN,
+    "qwen3_5_nothink": QWEN + "<think>\n\n</think>\n\n",
+    "qwen3_5_think": QWEN + "<think>\n",
+    "smolvlm": TURNS.format("<image>"),
 }
-"""Of real models: the role of a result, and what stands between a call and the next text."""
+"""Of real models: what stands between a call and the next text."""
 
 
 @pytest.mark.parametrize("name", RESULTS)
 def test_published_templates_keep_the_images_of_results(name):
     chat = make_chat(read_published(name))
-    role, expected = RESULTS[name]
+    expected = RESULTS[name]
     assert chat.observe("seen <image> here") == expected
-    assert chat.result_form[0] == role
+    assert chat.result_form[0] == ("tool" if name.startswith("qwen3") else "user")
     # A text alone is given in the same role, and one that looks like the probe changes nothing.
     assert chat.observe("Be brief.").count("Be brief.") == 1
     before = expected.partition("<tool_response>")[0].replace("<image>\n", "")

@@ -6,28 +6,27 @@ import pytest
 import torch
 from family_policies import build_family_policy
 from recorded import record_calls
-from tiny_models import make_prompt, noise_example, pack_groups, sample_groups, tiny_policy
+from tiny_models import (
+    image_prompts,
+    make_prompt,
+    noise_example,
+    pack_groups,
+    sample_groups,
+    tiny_policy,
+)
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.model import policy as policy_module
 from vlm_grpo.model.engine.repeated import Counters
-from vlm_grpo.model.policy import Policy
-from vlm_grpo.types import Prompt
 
 FAMILY = "qwen2_5_vl"
 GENERATIONS = 3
-BOTH_ENGINES = pytest.mark.parametrize("shared", [True, False], ids=["shared", "repeated"])
 
 
-def make_prompts(policy: Policy) -> list[Prompt]:
-    examples = [noise_example("one", [(60, 90)]), noise_example("none", [], "What? " * 5)]
-    return [make_prompt(policy, example) for example in examples]
-
-
-@BOTH_ENGINES
-def test_the_counters_show_what_sharing_a_prompt_saves(shared):
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "repeated"])
+def test_the_counters_show_what_sharing_a_prompt_saves_and_the_dummy_batch_scores_a_token(shared):
     policy = tiny_policy(FAMILY, shared=shared)
-    prompts = make_prompts(policy)
+    prompts = image_prompts(policy, [[(60, 90)], []])
     prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
     repeats = 1 if shared else GENERATIONS
     groups = sample_groups(policy, prompts, GENERATIONS)
@@ -38,11 +37,6 @@ def test_the_counters_show_what_sharing_a_prompt_saves(shared):
     # A completion's last token is predicted and never an input.
     completion_tokens = sum(len(c.token_ids) - 1 for group in groups for c in group)
     assert policy.counters == Counters(repeats, 0, repeats * prompt_tokens + completion_tokens)
-
-
-@BOTH_ENGINES
-def test_the_dummy_batch_scores_one_token(shared):
-    policy = tiny_policy(FAMILY, shared=shared)
     scores = policy.score(policy.dummy_batch())
     assert scores.logprobs.shape == (1,)
     assert torch.isfinite(scores.logprobs).all()

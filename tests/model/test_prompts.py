@@ -111,6 +111,8 @@ def test_unusable_examples_are_an_error_that_names_all_of_them(prompts):
     with pytest.raises(UserError, match="2 examples cannot be used with this model") as caught:
         prompts.select_usable(examples[1:], TASK, skip=True)
     assert "on_bad_row" not in str(caught.value)  # no example would be left
+    with pytest.raises(UserError, match=r"a: its prompt has \d+ tokens, but the model's context"):
+        prompts.select_usable([ask("many words " * 90)], TASK)
 
 
 class Silent(PlainQuestion):
@@ -134,11 +136,6 @@ def cut(example: Example) -> Example:
 def test_what_keeps_a_prompt_from_being_built_is_named(prompts, example, task, reason):
     with pytest.raises(UserError, match=re.escape(reason)):
         prompts.build(prompts.with_resized_sizes(example), task)
-
-
-def test_a_text_beyond_the_context_is_refused_before_the_run(prompts):
-    with pytest.raises(UserError, match=r"a: its prompt has \d+ tokens, but the model's context"):
-        prompts.select_usable([ask("many words " * 90)], TASK)
 
 
 def test_a_chat_template_that_refuses_a_prompt_is_named():

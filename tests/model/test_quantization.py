@@ -12,7 +12,7 @@ from family_policies import backpropagate, build_family_model, build_prompts, ma
 from gradients import relative_distance, use_float64_recurrence
 from recorded import record_calls
 from small_runs import assert_resumes, load_weights, make_trainer, small_run
-from tiny_models import fill_adapters, pack_groups, sample_groups, sampled_logprobs
+from tiny_models import pack_groups, sample_groups, sampled_logprobs
 from torch import nn
 from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
 
@@ -33,7 +33,6 @@ from vlm_grpo.planning.sizes import Workload
 # With M-RoPE, with images that see each other and sliding windows, with recurrent layers, and with
 # another projector.
 FOUR = ("qwen2_5_vl", "gemma3", "qwen3_5", "internvl")
-KINDS = ("4bit", "8bit")
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +46,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: root / name for name in FOUR}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def qwen(folders: dict[str, Path]) -> Path:
     return folders["qwen2_5_vl"]
 
@@ -62,15 +61,11 @@ def load(folder: Path, **policy: Any) -> Policy:
     return loaded
 
 
+@torch.no_grad()
 def compare_samples(policy: Policy, name: str) -> torch.Tensor:
     """Sample completions, and return how much their log-probs differ from scored ones."""
     prompts = build_prompts(policy, name, 4)
     groups = sample_groups(policy, prompts, group_size=2, max_tokens=4096, length=4)
-    return compare_with_scored(policy, prompts, groups)
-
-
-@torch.no_grad()
-def compare_with_scored(policy: Policy, prompts: Any, groups: Any) -> torch.Tensor:
     scored = policy.score(pack_groups(prompts, groups)).logprobs
     return (scored.float() - sampled_logprobs(groups)).abs()
 
@@ -131,13 +126,11 @@ def test_a_rollout_on_a_gpu_restores_matrices_once_if_there_is_room(
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # as on a GPU
     monkeypatch.setattr(rollout_weights, "_has_room", lambda quantized: has_room)
     restored = record_calls(monkeypatch, linear, "restore")
-    prompts = build_prompts(policy, "qwen2_5_vl", 2)
-    groups = sample_groups(policy, prompts, group_size=2, max_tokens=4096, length=4)
-    count = sum(type(call.arguments[0]).__name__ == "Params4bit" for call in restored)
-    times = count // len(names_of_quantized(policy))
-    assert times == (1 if has_room else 4)  # one prefill and three steps of decoding
     bound = 1e-5 if dtype == "float32" else HALF_BOUND
-    assert compare_with_scored(policy, prompts, groups).mean() < bound
+    assert compare_samples(policy, "qwen2_5_vl").mean() < bound
+    count = sum(type(call.arguments[0]).__name__ == "Params4bit" for call in restored)
+    # One prefill and three steps of decoding, and scoring.
+    assert count == ((1 if has_room else 4) + 1) * len(names_of_quantized(policy))
 
 
 @pytest.mark.parametrize(
@@ -181,23 +174,11 @@ def test_a_run_trains_the_adapter_alone_and_resumes_bit_for_bit(qwen, tmp_path):
     assert all("lora_" in name for name in load_weights(run.run_dir / "checkpoints/step-2"))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_checkpoint_is_evaluated_on_the_weights_of_its_run(kind, qwen, tmp_path):
-    run = small_run(tmp_path, qwen, policy={"load_in": kind, "lora": {"r": 4}})
-    policy = load_policy(run)
-    fill_adapters(policy.model)
-    policy.save(tmp_path / "checkpoint", policy.weights())
-    batch = make_batch(build_prompts(policy, "qwen2_5_vl", 4))
-    again = load_policy(run, tmp_path / "checkpoint", training=False)
-    with torch.no_grad():
-        assert torch.equal(again.score(batch).logprobs, policy.score(batch).logprobs)
-    assert names_of_quantized(again) == names_of_quantized(policy)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_weights_that_are_quantized_in_their_files_load(kind, qwen, tmp_path):
+@pytest.mark.parametrize("kind", ["4bit", "8bit"])
+def test_checkpoints_and_weights_that_are_quantized_in_their_files_load(kind, qwen, tmp_path):
     policy = load(qwen, load_in=kind)
     names = names_of_quantized(policy)
+    policy.save(tmp_path / "checkpoint", policy.weights())
     whole = {n for n, m in policy.model.named_modules() if isinstance(m, nn.Linear)} - names
     held = BitsAndBytesConfig(
         **{f"load_in_{kind}": True},
@@ -209,38 +190,37 @@ def test_weights_that_are_quantized_in_their_files_load(kind, qwen, tmp_path):
     model = auto.from_pretrained(qwen, quantization_config=held)
     model.save_pretrained(tmp_path / "model")
     policy.processor.save_pretrained(tmp_path / "model")
-    again = load(tmp_path / "model", load_in=kind)
-    assert names_of_quantized(again) == names
     batch = make_batch(build_prompts(policy, "qwen2_5_vl", 4))
-    with torch.no_grad():
-        assert torch.equal(again.score(batch).logprobs, policy.score(batch).logprobs)
+    run = small_run(tmp_path, qwen, policy={"load_in": kind, "lora": {"r": 4, "alpha": 8}})
+    checkpoint = load_policy(run, tmp_path / "checkpoint", training=False)
+    for again in (checkpoint, load(tmp_path / "model", load_in=kind)):
+        assert names_of_quantized(again) == names
+        with torch.no_grad():
+            assert torch.equal(again.score(batch).logprobs, policy.score(batch).logprobs)
     with pytest.raises(UserError, match=f"quantized \\({kind}\\): set policy.load_in={kind}"):
         load(tmp_path / "model")
     with pytest.raises(UserError, match="quant_type has no effect"):
         load(tmp_path / "model", load_in=kind, quant_type="nf4")
 
 
-def test_what_cannot_be_quantized_is_refused(folders, monkeypatch):
+def test_what_cannot_be_quantized_is_refused(qwen, monkeypatch):
     config = SimpleNamespace(quantization_config={"quant_method": "awq"})
     with pytest.raises(UserError, match=r"weights of model x are quantized \(awq\): name another"):
         build_quantization("x", config, PolicySettings())
     with pytest.raises(UserError, match=r"cannot be trained themselves: add policy\.lora\.r=16"):
-        load(folders["qwen2_5_vl"], load_in="4bit", lora=None)
+        load(qwen, load_in="4bit", lora=None)
     module = {"r": 4, "modules_to_save": ["gate_proj"]}
     with pytest.raises(UserError, match=r"gate_proj is quantized .* in full: leave it out"):
-        load(folders["qwen2_5_vl"], load_in="4bit", lora={**module, "target": ["q_proj"]})
+        load(qwen, load_in="4bit", lora={**module, "target": ["q_proj"]})
     with monkeypatch.context() as patch:
         patch.setattr(loading, "find_part", lambda name: None)
         with pytest.raises(UserError, match=r"the language model of .* is not known"):
-            load(folders["gemma3"], load_in="4bit")
+            load(qwen, load_in="4bit")
+        patch.setenv("ACCELERATE_USE_FSDP", "true")
+        with pytest.raises(UserError, match="load_in=4bit does not work with FSDP2"):
+            load(qwen, load_in="4bit")
     monkeypatch.setattr(loading, "is_bitsandbytes_available", lambda: False)
     with pytest.raises(UserError, match=r"pip install 'vlm-grpo\[quantization\]'"):
-        load(folders["qwen2_5_vl"], load_in="4bit")
-
-
-def test_weights_that_would_be_sharded_are_refused(qwen, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(UserError, match="load_in=4bit does not work with FSDP2"):
         load(qwen, load_in="4bit")
 
 

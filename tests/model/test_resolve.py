@@ -14,11 +14,12 @@ from vlm_grpo.model.resolve import NO_TASK, find_checkpoint, resolve_model
 SETTINGS = "task: <class Mine>\nmodel: embedded\ndata: {train: rows.jsonl}\n"
 
 
-def test_a_hub_name_has_default_settings_and_no_checkpoint():
+def test_a_hub_name_has_default_settings_and_a_missing_checkpoint_is_left_to_the_loader():
     resolved = resolve_model("a/model", ["seed=3"])
     assert (resolved.checkpoint, resolved.run) == (None, None)
     assert (resolved.settings.model, resolved.settings.task) == ("a/model", NO_TASK)
     assert resolved.settings.seed == 3
+    assert find_checkpoint("other") == Path("other")
 
 
 @pytest.mark.parametrize(
@@ -59,10 +60,6 @@ def test_the_best_step_of_a_class_in_memory_needs_an_evaluation(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/exact": 0.5}\n')
     with pytest.raises(UserError, match=r"recipe .*step-1/config\.yaml"):  # the step was found
         resolve_model(f"{tmp_path}@best")
-
-
-def test_a_missing_checkpoint_is_left_to_whoever_loads_and_refuses_it():
-    assert find_checkpoint("other") == Path("other")
 
 
 def test_the_best_step_of_an_error_metric_is_the_lowest(tmp_path):

@@ -117,7 +117,7 @@ def make_group(prompt: Prompt, *lengths: int) -> Group:
     return Group(prompt, members, ())
 
 
-def test_only_much_larger_shapes_are_checked_again(monkeypatch):
+def test_only_much_larger_shapes_are_checked_again_and_a_lack_of_memory_ends_no_run(monkeypatch):
     policy, prompt = checked_policy()
     check: Any = policy.sharing_check
     assert check.is_larger([make_group(prompt, 3)])  # as an outside sampler's first group
@@ -130,18 +130,12 @@ def test_only_much_larger_shapes_are_checked_again(monkeypatch):
     long = make_prompt(policy, noise_example("b", [(280, 280), (280, 280)]))
     assert check.is_larger([make_group(prompt, 3), make_group(long, 3)])
     assert check.is_larger([make_group(prompt, 35), make_group(prompt, 3)])
-    batch = check.choose_batch(
-        [make_group(prompt, 3), make_group(prompt, 40), make_group(prompt, 5)]
-    )
+    batch = check.choose_batch([make_group(prompt, length) for length in (3, 40, 5)])
     assert len(batch.slices[0].completions[0]) == 40
-
-
-def test_a_lack_of_memory_in_a_later_check_ends_no_run(monkeypatch):
-    policy, prompt = checked_policy()
-    sample(policy, prompt)
     fail = Mock(side_effect=torch.OutOfMemoryError("out"))
     monkeypatch.setattr(attention.PackedAttention, "__call__", fail)
-    policy.check_groups([make_group(prompt, 20)])
+    policy.check_groups([make_group(prompt, 40)])
+    fail.assert_called()
     assert policy.shared
 
 

@@ -5,11 +5,8 @@ import pytest
 from vlm_grpo.utils.chat import Turn, place_images
 
 
-def test_a_turn_without_text_has_one_part():
+def test_a_turn_without_text_has_one_part_and_images_without_places_precede_the_first_question():
     assert Turn("user", "").parts == ("",)
-
-
-def test_images_without_places_stand_before_the_first_question():
     turns = Turn("system", "s"), Turn("user", "a"), Turn("assistant", "b"), Turn("user", "c")
     texts = [turn.text for turn in place_images(turns, 2)]
     assert texts == ["s", "<image><image>a", "b", "c"]

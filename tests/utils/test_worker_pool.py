@@ -1,6 +1,5 @@
 """Worker processes: replaced if they end, and ended with the process that started them."""
 
-import multiprocessing
 import os
 import re
 import signal
@@ -10,7 +9,6 @@ import time
 import types
 from collections.abc import Iterator
 from concurrent.futures import Future
-from multiprocessing.connection import Connection
 from subprocess import PIPE, Popen
 
 import pytest
@@ -26,32 +24,20 @@ def get_number() -> int:
 
 
 class Unpicklable(Exception):
-    def __init__(self, one: int, two: int) -> None:
-        super().__init__("no text")
-
-
-def raise_unpicklable() -> None:
-    raise Unpicklable(1, 2)
-
-
-class Unloadable:
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return int, ("no number",)
 
 
-def write_and_sleep(end: Connection) -> None:
-    end.send("started")
-    time.sleep(60)
+def raise_unpicklable() -> None:
+    raise Unpicklable("no text")
 
 
-def terminate_fork() -> int | None:
-    here, there = multiprocessing.Pipe()
-    process = multiprocessing.get_context("fork").Process(target=write_and_sleep, args=(there,))
-    process.start()
-    here.recv()
-    process.terminate()
-    process.join(30)
-    return process.exitcode
+def terminate_fork() -> int:
+    pid = os.fork() or time.sleep(60) or os._exit(0)
+    while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
+        os.kill(pid, signal.SIGTERM)
+        time.sleep(0.01)
+    return os.waitstatus_to_exitcode(ended[1])
 
 
 @pytest.fixture(scope="module")
@@ -76,15 +62,12 @@ def test_a_worker_that_ends_fails_its_call_and_is_replaced(pool):
     assert not is_worker()
 
 
-def test_an_argument_that_cannot_be_loaded_fails_its_call_only(pool):
+def test_an_argument_that_cannot_be_loaded_fails_its_call_only_and_what_a_call_forks_ends(pool):
     worker = pool.schedule(get_number, ()).result(60)
     with pytest.raises(ValueError, match="no number"):
-        pool.schedule(int, [Unloadable()]).result(60)
+        pool.schedule(int, [Unpicklable()]).result(60)
     assert pool.schedule(get_number, ()).result(60) == worker
-
-
-def test_a_process_that_a_call_forks_ends_on_signals(pool):
-    assert pool.schedule(terminate_fork, ()).result(60) == -signal.SIGTERM
+    assert pool.schedule(terminate_fork, ()).result(60) == -signal.SIGTERM  # which workers ignore
 
 
 def test_a_pool_that_one_of_its_own_threads_collects_is_closed():

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from vlm_grpo.config.policy import PolicySettings
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine import activations
@@ -22,25 +21,6 @@ from vlm_grpo.model.engine.activations import enable_gradient_checkpointing, off
 from vlm_grpo.model.engine.forwards import has_forward
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def moved(monkeypatch: pytest.MonkeyPatch) -> list[StorageWeakRef]:
-    """Return a list of the storages that are copied to pinned memory."""
-    storages: list[StorageWeakRef] = []
-
-    def record(pin_memory: bool) -> Any:
-        assert pin_memory
-        hooks = save_on_cpu(pin_memory=True)
-
-        def pack(tensor: Tensor) -> Any:
-            storages.append(StorageWeakRef(tensor.untyped_storage()))
-            return hooks.pack_hook(tensor)
-
-        return SimpleNamespace(pack_hook=pack, unpack_hook=hooks.unpack_hook)
-
-    monkeypatch.setattr(activations, "save_on_cpu", record)
-    return storages
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -68,23 +48,27 @@ def test_offloaded_activations_give_equal_gradients(family, part, lora, device):
     assert relative_distance(*grads) <= (0 if device == "cpu" else 1e-5)
 
 
-class Chain(nn.Module):
-    """Layers that save 4 KB each: the input of a product, and the output of tanh."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(20))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x).tanh()
-        return x
-
-
 @pytest.mark.parametrize(("min_bytes", "is_moved"), [(1, True), (4096, True), (4097, False)])
-def test_large_activations_are_freed_and_copied_once_and_weights_stay(min_bytes, is_moved, moved):
+def test_large_activations_are_freed_and_copied_once_and_weights_stay(
+    min_bytes, is_moved, monkeypatch
+):
+    moved: list[StorageWeakRef] = []
+
+    def record(pin_memory: bool) -> Any:
+        assert pin_memory
+        hooks = save_on_cpu(pin_memory=True)
+
+        def pack(tensor: Tensor) -> Any:
+            moved.append(StorageWeakRef(tensor.untyped_storage()))
+            return hooks.pack_hook(tensor)
+
+        return SimpleNamespace(pack_hook=pack, unpack_hook=hooks.unpack_hook)
+
+    monkeypatch.setattr(activations, "save_on_cpu", record)
+    # Layers that save 4 KB each: the input of a product, and the output of tanh.
+    layers = (layer for _ in range(20) for layer in (nn.Linear(8, 8), nn.Tanh()))
     inputs = torch.randn(128, 8)
-    with offload_activations(model := Chain(), CPU, min_bytes):
+    with offload_activations(model := nn.Sequential(*layers), CPU, min_bytes):
         output = model(inputs)
     # The first input of tanh and its 20 outputs, each the next input.
     freed = [False, *[True] * 19, False]
@@ -106,17 +90,16 @@ def test_views_of_one_tensor_and_its_later_values_are_kept_apart():
 
 
 def test_the_boolean_values_of_checkpointing_still_work():
-    for value, name in ((True, "full"), (False, "none"), ("mlp", "mlp")):
-        assert PolicySettings(gradient_checkpointing=value).gradient_checkpointing == name  # type: ignore[arg-type]
-    settings = load_settings("counting", ["policy.gradient_checkpointing=true"])
-    assert settings.policy.gradient_checkpointing == "full"
+    for value, name in (("true", "full"), ("false", "none"), ("mlp", "mlp")):
+        settings = load_settings("counting", [f"policy.gradient_checkpointing={value}"])
+        assert settings.policy.gradient_checkpointing == name
     with pytest.raises(UserError, match="gradient_checkpointing"):
         load_settings("counting", ["policy.gradient_checkpointing=1"])
 
 
 def test_feed_forward_layers_of_known_names_are_recomputed():
     with pytest.raises(UserError, match="layers are not known: use full"):
-        enable_gradient_checkpointing(Chain(), "mlp")
+        enable_gradient_checkpointing(nn.Linear(1, 1), "mlp")
     model, _ = BUILDERS["lfm2_vl"]()
     kinds = [type(layer.feed_forward) for layer in model.get_decoder().layers]
     enable_gradient_checkpointing(model, "mlp")

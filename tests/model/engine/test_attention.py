@@ -7,14 +7,13 @@ import pytest
 import torch
 from family_policies import build_family_policy
 from gpu_standins import use_plain_varlen
-from gradients import output_and_gradients, relative_error, use_float64_recurrence
+from gradients import output_and_gradients, relative_error
 from recorded import record_calls
 from torch import Tensor
 
 from vlm_grpo.model.engine import attention, kernels
-from vlm_grpo.model.engine.attention import LayerState, PackedAttention, find_recurrent_layers
+from vlm_grpo.model.engine.attention import PackedAttention, find_recurrent_layers
 from vlm_grpo.model.engine.kernels import GroupSpan, Layer, _Gather
-from vlm_grpo.model.families.family import ALL_LAYERS
 
 SPANS = [GroupSpan(0, 9, (4, 0, 7)), GroupSpan(20, 5, (2, 1, 2, 1), (-1, -1, 0, 0))]
 SPANS.append(GroupSpan(31, 6, ()))
@@ -124,30 +123,14 @@ def block_mask(length: int) -> Tensor:
     return mask
 
 
-@pytest.mark.parametrize("has_mask", [False, True])
+@pytest.mark.parametrize("masks", [NO_MASKS, (block_mask(9), None, block_mask(6))])
 @pytest.mark.parametrize("cap", [None, 0.7])
 @pytest.mark.parametrize("window", [None, 2, 5, 9, 12, 40])
-def test_attention_in_windows_with_caps_and_masks(window, cap, has_mask):
-    masks = (block_mask(9), None, block_mask(6)) if has_mask else NO_MASKS
-    compare(build_tensors(), 1e-12, Layer(0, "sliding_attention", SCALING, window, cap), masks)
-
-
-@pytest.mark.parametrize("has_mask", [False, True])
-@pytest.mark.parametrize("window", [None, 2, 5])
-def test_one_kernel_and_a_mask_for_some_prompts(window, has_mask, monkeypatch):
-    use_plain_varlen(monkeypatch)
-    masks = (block_mask(9), None, None) if has_mask else NO_MASKS
-    compare(build_tensors(), 1e-12, LAYER._replace(window=window), masks)
-
-
-def test_masks_of_other_layers_are_ignored():
-    tensors = build_tensors(torch.float32, tokens=9)
-    span = GroupSpan(0, 9, ())
-    plain = PackedAttention([span])(LAYER, *tensors)
-    masks: Any = {"sliding_attention": block_mask(9)}
-    assert torch.equal(PackedAttention([span], [masks])(LAYER, *tensors), plain)
-    masks = {ALL_LAYERS: block_mask(9)}
-    assert not torch.equal(PackedAttention([span], [masks])(LAYER, *tensors), plain)
+def test_attention_in_windows_with_caps_and_masks(window, cap, masks, monkeypatch):
+    layer = Layer(0, "sliding_attention", SCALING, window, cap)
+    compare(build_tensors(), 1e-12, layer, masks)
+    use_plain_varlen(monkeypatch)  # one kernel for rows without masks
+    compare(build_tensors(), 1e-12, layer, (*masks[:2], None))
 
 
 def test_the_plan_of_a_row_is_built_once_for_all_layers(monkeypatch):
@@ -188,57 +171,6 @@ def test_gradients_of_repeated_keys_are_summed_in_float32(monkeypatch):
 def test_the_kernels_are_named(device, dtype, has_varlen, name, monkeypatch):
     monkeypatch.setattr(kernels, "has_varlen", lambda query: has_varlen)
     assert kernels.describe(torch.device(device), dtype) == name
-
-
-def build_recurrent_layer(name: str, monkeypatch: pytest.MonkeyPatch, shared: bool = True) -> Any:
-    policy = build_family_policy(name, torch.float64, shared=shared)
-    use_float64_recurrence(monkeypatch, policy.model)
-    return find_recurrent_layers(policy.model.get_decoder())[0]
-
-
-@pytest.mark.parametrize("name", ["qwen3_5", "lfm2_vl"])
-def test_a_recurrent_layer_over_a_packed_row_equals_whole_rows(name, monkeypatch):
-    layer = build_recurrent_layer(name, monkeypatch)
-    hidden = torch.randn(1, TOKENS, 32, dtype=torch.float64).requires_grad_()
-    weights = list(layer.parameters())
-    packed: Any = PackedAttention(SPANS)
-
-    def run_alone(x: Tensor, *_: Tensor) -> Tensor:
-        outputs = [layer(x[:, rows])[:, before:] for _, rows, before in list_sequences()]
-        return torch.cat(outputs, dim=1)
-
-    found = output_and_gradients(lambda x, *_: layer(x, attend=packed), [hidden, *weights])
-    expected = output_and_gradients(run_alone, [hidden, *weights])
-    # The gated norm of Qwen3.5 computes in float32, and its gradient is rounded to it.
-    for value, exact in zip(found, expected, strict=True):
-        assert relative_error(value, exact) < 1e-6
-
-
-@pytest.mark.parametrize(
-    ("name", "parameter"), [("qwen3_5", "cache_params"), ("lfm2_vl", "past_key_values")]
-)
-def test_a_recurrent_layer_over_single_tokens_equals_a_whole_row(name, parameter, monkeypatch):
-    layer = build_recurrent_layer(name, monkeypatch, shared=False)
-    hidden = torch.randn(1, 9, 32, dtype=torch.float64)
-    with torch.no_grad():
-        state = LayerState()
-        outputs = [layer(hidden[:, :4], **{parameter: state})]
-        tensors = {key: tensor.clone() for key, tensor in state.tensors.items()}
-        cached = LayerState(tensors, in_place=True)
-        outputs += [layer(hidden[:, i : i + 1], **{parameter: cached}) for i in range(4, 9)]
-        torch.testing.assert_close(torch.cat(outputs, 1), layer(hidden), rtol=0, atol=1e-12)
-
-
-def test_a_fork_does_not_change_its_origin():
-    state = LayerState()
-    state.update_conv_state(torch.ones(1, 3, 2), 0, conv_kernel_size=4)
-    before: Any = state.get_conv_state(0)
-    assert before.tolist() == [[[0, 0, 1, 1]] * 3]
-    fork = state.fork(2)
-    inputs = fork.update_conv_state(torch.full((2, 3, 1), 5.0), 0, conv_kernel_size=4)
-    assert inputs[1].tolist() == [[0, 0, 1, 1, 5]] * 3
-    assert fork.tensors["conv", 0][1].tolist() == [[0, 1, 1, 5]] * 3
-    assert state.get_conv_state(0) is before
 
 
 def test_layers_of_attention_are_not_recurrent():

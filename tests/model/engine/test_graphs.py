@@ -18,8 +18,7 @@ from tiny_models import (
     FAMILIES,
     Groups,
     assert_same_samples,
-    make_prompt,
-    noise_example,
+    mixed_prompts,
     read_tokens,
     sample_groups,
     text_prompts,
@@ -35,13 +34,9 @@ from vlm_grpo.model.engine.sampling import SamplerState
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.types import Completion
 
-SIZES: list[list[tuple[int, int]]] = [[], [(56, 56)], [(84, 56), (56, 56)], [(112, 84)], []]
-
 
 def sample(policy: Policy, max_tokens: int = 100_000) -> Groups:
-    examples = [noise_example(str(n), sizes, "What? " * n, seed=n) for n, sizes in enumerate(SIZES)]
-    prompts = [make_prompt(policy, example) for example in examples]
-    return sample_groups(policy, prompts, max_tokens=max_tokens)
+    return sample_groups(policy, mixed_prompts(policy, 6), max_tokens=max_tokens)
 
 
 # With 200 tokens the prompts wait for one another, whatever the family; buckets of 4 need several
@@ -100,7 +95,7 @@ def test_captured_steps_are_kept_for_the_next_rollout_and_read_the_new_weights(f
     policy = tiny_policy(family, dtype=dtype)
     policy.model.to("cpu" if form == "traced" else "cuda")
     eager = sample_twice(policy)
-    count, captures = 3 * len(SIZES), []
+    count, captures = 3 * 6, []
     # Graphs that read the old weights would sample the tokens of before.
     assert len(find_equal(*eager)) <= 0.5 * count
 
@@ -200,14 +195,14 @@ def test_a_step_is_warmed_up_captured_and_replayed_with_new_inputs(monkeypatch):
 def test_graphs_share_a_pool_that_ends_with_the_last_of_them(monkeypatch):
     cuda = RecordedCuda(monkeypatch)
     step: Any = torch.cos
-    first, second = (CudaGraph(step, (torch.ones(1),)) for _ in range(2))
+    build = partial(CudaGraph, step, (torch.ones(1),))
+    first, second = build(), build()
     del first
-    third = CudaGraph(step, (torch.ones(1),))
+    third = build()
     del second, third
-    last = CudaGraph(step, (torch.ones(1),))
+    build()
     pools = [event.split()[3] for event in cuda.events if event.startswith("begin")]
     assert pools == ["1,", "1,", "1,", "2,"]
-    del last
 
 
 def test_a_capture_that_fails_leaves_the_stream_and_its_pool_and_names_its_cause(monkeypatch):

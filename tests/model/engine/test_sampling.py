@@ -15,15 +15,6 @@ from vlm_grpo.model.engine.sampling import (
     _compute_entropy,
     _invert,
 )
-from vlm_grpo.model.policy import Policy
-from vlm_grpo.types import Prompt
-
-
-def first_token_logprobs(policy: Policy, prompt: Prompt) -> torch.Tensor:
-    """Return the log-probability of every token of the vocabulary as the first one."""
-    every = [(token,) for token in range(policy.model.config.text_config.vocab_size)]
-    with torch.no_grad():
-        return policy.score(pack_tokens([prompt], [every])).logprobs
 
 
 def test_sampled_frequencies_follow_the_scored_distribution():
@@ -31,7 +22,9 @@ def test_sampled_frequencies_follow_the_scored_distribution():
     [prompt] = image_prompts(policy, [[(56, 56)]])
     samples = 4000
     (group,) = sample_groups(policy, [prompt], samples, length=1)
-    probabilities = first_token_logprobs(policy, prompt).double().exp().numpy()
+    every = [(token,) for token in range(policy.model.config.text_config.vocab_size)]
+    with torch.no_grad():
+        probabilities = policy.score(pack_tokens([prompt], [every])).logprobs.double().exp().numpy()
     # Banned tokens have probability 0; the rest sum to 1.
     assert probabilities.sum() == pytest.approx(1.0, abs=1e-6)
     counts = np.bincount([c.token_ids[0] for c in group], minlength=len(probabilities))

@@ -1,7 +1,6 @@
 """The shared form samples as the repeated form and transformers do, with images and clips; captured
 steps are kept, or given up where they fail. Its scores are compared in ``test_observations.py``."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -38,23 +37,13 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine import shared
 from vlm_grpo.model.engine.graphs import DecodeStep
 from vlm_grpo.model.engine.sampling import SamplingSettings
-from vlm_grpo.model.policy import Policy
 from vlm_grpo.planning.prompts import PromptCounter
 from vlm_grpo.task import PlainQuestion
 from vlm_grpo.training.methods import build_methods
 from vlm_grpo.training.rollout import select_usable
-from vlm_grpo.types import Example, Prompt
+from vlm_grpo.types import Example
 
-EXAMPLES = [
-    noise_example("one image", [(60, 90)], seed=1),
-    noise_example("no image", [], "Hello there"),
-    noise_example("two images", [(56, 56), (120, 40)], "Compare these two?", seed=2),
-]
 CLIPS = clip_examples()
-
-
-def build_prompts(policy: Policy, examples: Sequence[Example]) -> list[Prompt]:
-    return [make_prompt(policy, example) for example in examples]
 
 
 # Adapters are merged for a rollout in float32.
@@ -69,7 +58,7 @@ def test_both_forms_sample_as_generate_and_score_what_they_sampled(family, lora)
         if lora:
             add_lora(policy, ["q_proj", "down_proj"])
         before = {n: w.clone() for n, w in policy.model.state_dict().items()}
-        prompts = [*build_prompts(policy, CLIPS), *mixed_prompts(policy, 6)]
+        prompts = [*(make_prompt(policy, clip) for clip in CLIPS), *mixed_prompts(policy, 6)]
         # Without sharing, by transformers' generate.
         groups = sample_groups(policy, prompts, with_entropies=True)
         tokens.append(read_tokens(groups))
@@ -86,7 +75,7 @@ def test_both_forms_sample_as_generate_and_score_what_they_sampled(family, lora)
 
 def test_a_clip_is_encoded_once_per_group():
     policy = tiny_policy("qwen2_5_vl")
-    prompts = build_prompts(policy, [*CLIPS[:3], EXAMPLES[1]])
+    prompts = [*(make_prompt(policy, clip) for clip in CLIPS[:3]), *text_prompts(policy, [2])]
     assert [prompt.image_decodes for prompt in prompts] == [1, 2, 2, 0]
     groups = sample_groups(policy, prompts, group_size=5)
     assert policy.counters.encoder_passes == 5  # four clips and an image, for 20 completions
@@ -98,24 +87,17 @@ def test_a_clip_is_encoded_once_per_group():
 SERVERS = ["rollout.sampler=vllm", "rollout.vllm.urls=[http://127.0.0.1:9]"]
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        *(SERVERS, ["rollout.noise.strength=400"], ["objective.perception.kl_coef=0.01"]),
-        ["methods=[visual_credit]"],
-    ],
-)
-def test_methods_without_videos_refuse_them_before_the_run(overrides):
-    settings, policy = load_settings("quickstart", overrides), tiny_policy("qwen2_vl")
-    message = r"odd: (rollout|objective|visual_credit)[a-z.=]* does not sup"
-    with pytest.raises(UserError, match=message):
-        select_usable(policy, CLIPS, PlainQuestion(), settings, build_methods(settings))
-
-
-@pytest.mark.parametrize(("family", "overrides"), [("qwen2_vl", []), ("qwen3_vl", SERVERS)])
-def test_videos_are_taken_where_they_are_supported(family, overrides):
-    policy, settings = tiny_policy(family), load_settings("quickstart", overrides)
-    assert len(select_usable(policy, CLIPS, PlainQuestion(), settings, {})) == len(CLIPS)
+def test_videos_are_taken_where_they_are_supported_and_refused_before_the_run_by_other_methods():
+    others = "rollout.noise.strength=400", "objective.perception.kl_coef=0.01"
+    policy = tiny_policy("qwen2_vl")
+    for overrides in (SERVERS, *([name] for name in others), ["methods=[visual_credit]"]):
+        settings = load_settings("quickstart", overrides)
+        message = r"odd: (rollout|objective|visual_credit)[a-z.=]* does not sup"
+        with pytest.raises(UserError, match=message):
+            select_usable(policy, CLIPS, PlainQuestion(), settings, build_methods(settings))
+    for family, overrides in (("qwen2_vl", []), ("qwen3_vl", SERVERS)):
+        policy, settings = tiny_policy(family), load_settings("quickstart", overrides)
+        assert len(select_usable(policy, CLIPS, PlainQuestion(), settings, {})) == len(CLIPS)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -128,11 +110,15 @@ def test_the_pixels_of_a_clip_are_bounded_and_its_tokens_counted(family):
     resized = policy.prompts.with_resized_sizes(clip).images
     assert resized[0].resized_size in [(56, 56), (64, 64)]  # whole tokens
     assert resized[1].resized_size in [(56, 84), (64, 96)]
-    examples = [clip, *EXAMPLES, *CLIPS]
+    examples = [
+        clip,
+        noise_example("two", [(56, 56), (120, 40)]),
+        noise_example("none", []),
+        *CLIPS,
+    ]
     counted = PromptCounter(examples, PlainQuestion(), policy.prompts)
-    prompts = build_prompts(policy, examples)
     tokens = [size.tokens for size in counted.count(policy.prompts.budget)]
-    assert tokens == sorted(len(prompt.token_ids) for prompt in prompts)
+    assert tokens == sorted(len(make_prompt(policy, each).token_ids) for each in examples)
 
 
 def test_tokens_do_not_depend_on_slots_other_prompts_or_other_completions():

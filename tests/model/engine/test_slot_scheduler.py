@@ -44,7 +44,7 @@ def test_every_completion_gets_a_place_beside_its_prompt(slots, places):
     assert steps < 60 * 4 / places + 9
 
 
-def test_empty_places_are_given_up_when_none_waits():
+def test_empty_places_are_given_up_when_none_waits_but_an_empty_slot_is_kept_beside_the_first():
     scheduler = SlotScheduler(np.array([2, 1]), [4] * 2, 2, 8)
     scheduler.admit()
     assert scheduler.shrink(0.5) is None
@@ -53,12 +53,9 @@ def test_empty_places_are_given_up_when_none_waits():
         kept: Any = scheduler.shrink(0.5)
         assert (kept[0].tolist(), kept[1].tolist()) == (slots, places)
         assert scheduler.rows.tolist() == active
-
-
-def test_an_empty_slot_is_kept_beside_the_first_prompt():
     scheduler = SlotScheduler(np.array([3, 2, 1]), [2] * 3, 3, 6)
     scheduler.admit()
     scheduler.release(np.isin(np.arange(6), [0, 4]))
-    kept: Any = scheduler.shrink(0.5)
+    kept = scheduler.shrink(0.5)
     assert [part.tolist() for part in kept] == [[0, 2, 1], [0, 4, 1]]
     assert scheduler.prompts.tolist() == [0, 2, -1]

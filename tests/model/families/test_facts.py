@@ -135,20 +135,14 @@ def test_tokens_of_images_that_are_not_marked_as_special_are_refused():
         builder.write(Example("a", (), "What is <row_7_col_7>?", None), PlainQuestion())
 
 
-def test_the_guide_has_the_table_of_all_families():
-    # `python tests/helpers/family_table.py` prints the table.
+def test_the_guide_has_the_table_of_all_families_and_their_differences_from_transformers():
+    # `python tests/helpers/family_table.py` prints the table, and measures the differences;
+    # test_every_family.py has the bounds.
     assert build_table(build) in GUIDE
+    assert build_count() in GUIDE
     known = {kind for family in KNOWN for kind in family.model_types}
     # The code of Kimi-VL comes with the model.
     assert known - {"gemma4_unified", "kimi_vl"} <= set(TITLES)
-
-
-def test_the_guide_counts_the_types_by_what_becomes_of_their_prompts():
-    assert build_count() in GUIDE
-
-
-def test_the_guide_has_the_differences_of_every_family_from_transformers():
-    # `python tests/helpers/family_table.py` measures them; test_every_family.py has the bounds.
     rows = re.findall(r"^\| (.*) \| (shared|repeated: .*) \| (\S+) \| (\S+) \|$", GUIDE, re.M)
     assert [row[0] for row in rows] == list((TITLES | VARIANTS).values())
     for name, (_, prompt, logprobs, gradient) in zip(TITLES | VARIANTS, rows, strict=True):
