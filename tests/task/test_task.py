@@ -15,8 +15,6 @@ from vlm_grpo.task.registry import check_trainable, load_task
 from vlm_grpo.types import Candidate, EpisodeTurn, Example
 
 EXAMPLE = Example("1", (), "How many?", 3, meta={"color": "red"})
-TAGS, THINKING = {"tags": True}, {"thinking": True}
-BOTH = {**TAGS, **THINKING}
 SHORT, EQUAL, FALLING = [[0.5]], [[0.5, 1.0], [0.5, 2.0]], [[1.0, 1.0], [0.0, 2.0]]
 
 
@@ -123,38 +121,6 @@ def test_a_prompt_that_is_no_text_is_named(result):
 
     with pytest.raises(ValueError, match="cannot write its prompt: SystemExit: 3"):
         write_prompt(type("Ends", (Sum,), {"question": ends})(), EXAMPLE)
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "options", "value"),
-    [
-        ("format", "<answer>3</answer>", TAGS, 1.0),
-        ("format", " <answer>3</answer>\n", TAGS, 1.0),
-        ("format", "So: <answer>3</answer>", TAGS, 0.0),
-        ("format", "<answer>3</answer> Done.", TAGS, 0.0),
-        ("format", "<think>t</think><answer>3</answer>", TAGS, 0.0),  # thinking was not requested
-        ("format", "<think>t</think>\n<answer>3</answer>", BOTH, 1.0),
-        ("format", "<answer>3</answer>", BOTH, 0.0),
-        ("format", "<think>t</think> so <answer>3</answer>", BOTH, 0.0),
-        ("format", "<answer>none</answer>", TAGS, 0.0),  # without an answer, it earns nothing
-        ("format", "<answer></answer>", TAGS, 0.0),
-        ("format", "<answer>3</answer><answer>3</answer>", TAGS, 0.0),
-        ("format", "3", {}, 1.0),
-        ("format", "<think>t</think>3", THINKING, 1.0),
-        ("thought", "<think>one, two, three</think>3", THINKING, 1.0),
-        ("thought", "<think> </think>3", THINKING, 0.0),
-        ("thought", "3", THINKING, 0.0),
-        ("thought", "3", {}, 1.0),
-        ("thought", "<think> </think>3", {}, 1.0),
-        ("thought", "<think>t</think>3", {}, 0.0),
-        ("thought", "<think>t</think>none", THINKING, 0.0),
-        ("length", "3".ljust(1000), {"length_budget": 1000}, 0.0),
-        ("length", "3".ljust(5000), {"length_budget": 1000}, -1.0),
-    ],
-)
-def test_the_optional_rewards(name, text, options, value):
-    task = Sum(weights={name: 0.1}, **options)
-    assert task.score(text, EXAMPLE).rewards[name] == value
 
 
 def test_penalties_apply_to_completions_without_an_answer():
