@@ -16,7 +16,6 @@ from vlm_grpo.data_scripts import make_shapes
 from vlm_grpo.types import VideoRef
 
 FRAMES = [f"frames/{number}.png" for number in range(5)]
-VIDEO_PART = {"type": "video", "video": FRAMES, "fps": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -187,45 +186,7 @@ def test_each_file_is_opened_once_and_a_clip_is_no_image(clips):
         clip.load()
 
 
-def ask(content: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": content}]}
-
-
-@pytest.mark.parametrize(
-    ("row", "text", "names"),
-    [
-        ({"question": "?", "videos": ["a.mp4"]}, "?", ["a.mp4"]),
-        ({"question": "?", "video": "a.mp4", "image": "other.png"}, "?", ["other.png", "a.mp4"]),
-        (
-            {"question": "<video>, <image>?", "videos": ["a.mp4"], "images": ["other.png"]},
-            "<image>, <image>?",
-            ["a.mp4", "other.png"],
-        ),
-        (
-            {**ask("In <video>, is <image>?"), "videos": ["frames"], "images": ["other.png"]},
-            "In <image>, is <image>?",
-            ["frames", "other.png"],
-        ),
-        (
-            ask([VIDEO_PART, {"type": "text", "text": "How many?"}]),
-            "How many?",
-            ["rows.jsonl:1 image 1"],
-        ),
-    ],
-)
-def test_clips_stand_in_the_order_of_their_places(clips, row, text, names):
-    (example,) = load(write_rows(clips, {"answer": 3, **row}))  # through a store on disk
-    assert (example.history, example.question) == ((), text)
-    assert [image.name.rpartition("/")[2] for image in example.images] == names
-    kinds = [image.kind for image in example.images]
-    assert kinds.count("video") == 1
-    clip = example.images[kinds.index("video")]
-    assert clip.load().width == clip.picture_size[0]
-
-
-def test_bad_rows_name_their_problem_and_settings_apply(clips):
+def test_the_settings_of_clips_apply_to_rows(clips):
     row = {"question": "?", "answer": 1, "videos": ["a.mp4"]}
     message = get_load_error(write_rows(clips, row), video={"max_seconds": 1})
     assert "rows.jsonl:1: video a.mp4 has 2 seconds" in message
-    message = get_load_error(write_rows(clips, {**row, "question": "<video><video>?"}))
-    assert "it has 2 <video> in its turns and 1 videos" in message

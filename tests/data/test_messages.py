@@ -9,6 +9,7 @@ import yaml
 from dataset_files import check_bad_row, load, png, write_files, write_rows
 from hypothesis import given
 from hypothesis import strategies as st
+from video_files import make_video
 
 from vlm_grpo.data.messages import read_chat
 from vlm_grpo.task.registry import load_task
@@ -26,7 +27,8 @@ URL = "data:image/png;base64," + base64.b64encode(png(8, 6)).decode()
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return write_files(tmp_path, {"a.png": png(20, 10), "b.png": png(30, 10)})
+    files = {f"frames/{number}.png": png(9, 6) for number in range(4)} | {"a.mp4": make_video()}
+    return write_files(tmp_path, {**files, "a.png": png(20, 10), "b.png": png(30, 10)})
 
 
 def put_urls(value: Any) -> Any:

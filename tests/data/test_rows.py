@@ -120,17 +120,6 @@ def test_a_box_below_a_pixel_and_forms_of_boxes_that_are_known_are_refused(tmp_p
         assert f"its answer has {name}, which box_format and box_scale do not convert" in message
 
 
-def test_vlm_r1_grounding_rows_are_converted(folder):
-    asked = "Please provide the bounding box coordinate of the region this sentence describes"
-    question = f"<image>{asked}: the red cup"
-    turns = [{"from": "human", "value": question}, {"from": "gpt", "value": [1, 2, 3, 4.5]}]
-    row = {"id": 1, "image": "a.png", "conversations": turns, "size": 3}
-    (example,) = load(write_rows(folder, row), "grounding")
-    assert (example.id, example.question) == ("1", "the red cup")
-    assert example.answer == {"boxes": [[1, 2, 3, 4.5]]}
-    assert example.meta == {"size": 3}
-
-
 def test_columns_with_other_names_are_mapped(folder):
     values = {"uid": "x", "ask": "How many?", "n": 3, "png": "a.png"}
     columns = {"id": "uid", "question": "ask", "answer": "n", "images": "png"}

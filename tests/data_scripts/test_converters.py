@@ -3,7 +3,6 @@
 import ast
 import base64
 import csv
-import hashlib
 import importlib
 import io
 import json
@@ -164,20 +163,6 @@ def test_a_page_of_a_pdf_has_the_side_of_olmocr(tmp_path):
     assert max(Image.open(io.BytesIO(data)).size) == LONGEST_SIDE
 
 
-def test_pixmo_count_checks_the_hash_of_downloaded_images(tmp_path, capsys):
-    good, changed = hashlib.sha256(png()).hexdigest(), hashlib.sha256(png(shade=1)).hexdigest()
-    row = {"image_url": "https://x.y/z.jpg", "count": 3, "label": "cups"}
-    digests = [good, changed, hashlib.sha256(b"").hexdigest()]
-    rows = [row | {"image_sha256": digest} for digest in digests]
-    write_table(tmp_path / "validation-00000-of-00001.parquet", rows)
-    write_files(tmp_path / "images", {f"{good}.jpg": png(), f"{changed}.png": png(shade=2)})
-    output = Output(capsys, "pixmo_count", tmp_path, split="val")
-    assert output.answers == {"val-0": 3}
-    assert output.rows[0]["question"] == "How many cups are there in the image?"
-    reasons = "its image has changed since publication", "its image is missing in the source"
-    assert output.refused == dict.fromkeys(reasons, 1)
-
-
 def test_iiit5k_file(tmp_path, capsys):
     kinds = [("ImgName", object), ("GroundTruth", object)]
     words = [("test/1002_1.png", "PRIVATE"), ("test/1009_2.png", "24")]
@@ -223,9 +208,7 @@ def test_help_lists_the_common_arguments(name, capsys):
     assert "--images:" in converter.description
 
 
-READ = {
-    **{"iiit5k": ("", ["testdata.mat"]), "pixmo_count": ("", ["test-0.parquet"])},
-}
+READ = {"iiit5k": ("", ["testdata.mat"])}
 for _case in reversed(CASES):
     _names = [
         name for name in _case["files"] if not name.endswith((".png", ".jpg", ".mp4", ".pdf"))
