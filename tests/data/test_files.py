@@ -53,7 +53,9 @@ def test_the_maximum_depth_is_accepted():
         parse_object(b'{"a":' + nested + b"}")
 
 
-def test_a_line_beyond_the_limit_is_one_bad_row_and_reading_continues(folder):
+def test_a_line_beyond_the_limit_is_one_bad_row_which_is_logged_and_skipped(folder, caplog):
     source = write_rows(folder, '{"id": "' + "x" * (2 * MAX_LINE_BYTES) + '"}', make_row())
     assert f"{source}:1: the line is longer than" in get_load_error(source)
     assert [e.id for e in load(source, on_bad_row="skip")] == ["a"]
+    assert "skipped 1 bad row, kept 1" in caplog.text
+    assert f"{source}:1: the line is longer" in caplog.text

@@ -18,21 +18,18 @@ from vlm_grpo.types import VideoRef
 FRAMES = [f"frames/{number}.png" for number in range(5)]
 
 
-@pytest.mark.parametrize(
-    ("value", "name"),
-    [
-        ("a.png", "a.png"),
-        (png(8, 6), "row 1"),
-        ({"bytes": png(8, 6), "path": "x.png"}, "x.png"),
-        ({"bytes": png(8, 6), "path": None}, "row 1"),
-        ({"path": "a.png"}, "a.png"),
+def test_an_image_is_read_from_every_form_of_reference(folder):
+    data = png(8, 6)
+    for value, name in (
+        *(("a.png", "a.png"), ({"path": "a.png"}, "a.png"), (data, "row 1")),
+        ({"bytes": data, "path": "x.png"}, "x.png"),
+        ({"bytes": data, "path": None}, "row 1"),
         (Image.new("RGB", (8, 6), (200, 10, 10)), "row 1"),
-    ],
-)
-def test_an_image_is_read_from_every_form_of_reference(folder, value, name):
-    reference = MediaReader(folder, max_pixels=48).read(value, "row 1")
-    assert (reference.name, reference.size, reference.resized_size) == (name, (8, 6), (8, 6))
-    assert reference.load().getpixel((7, 5)) == (200, 10, 10)
+    ):
+        reference = MediaReader(folder, max_pixels=48).read(value, "row 1")
+        found = reference.name, reference.size, reference.resized_size
+        assert found == (name, (8, 6), (8, 6))
+        assert reference.load().getpixel((7, 5)) == (200, 10, 10)
 
 
 def test_a_rotated_image_has_one_size_in_every_form(tmp_path):
@@ -69,19 +66,14 @@ def test_a_pil_image_without_pixels_is_a_bad_row():
     assert message.count("a PIL image must be complete and still open") == 4
 
 
-@pytest.mark.parametrize(
-    ("value", "name"),
-    [
+def test_the_type_of_what_is_not_an_image_is_named():
+    for value, name in (
         (np.zeros((90, 90, 3)), r"numpy\.ndarray: use Image\.fromarray"),
-        (io.BytesIO(), r"_io\.BytesIO"),
-        ((path for path in ["a.png"]), "generator"),
-        (None, "None"),
-    ],
-)
-def test_the_type_of_what_is_not_an_image_is_named(value, name):
-    problem = f"^an image must be a path, encoded bytes or a PIL image, not {name}$"
-    with pytest.raises(ValueError, match=problem):
-        MediaReader(None, 100).read(value, "row 1")
+        *((io.BytesIO(), r"_io\.BytesIO"), (iter(["a.png"]), "list_iterator"), (None, "None")),
+    ):
+        problem = f"^an image must be a path, encoded bytes or a PIL image, not {name}$"
+        with pytest.raises(ValueError, match=problem):
+            MediaReader(None, 100).read(value, "row 1")
 
 
 def test_a_path_without_a_root_or_with_an_endless_one_is_named(tmp_path):

@@ -131,22 +131,15 @@ def test_columns_with_other_names_are_mapped(folder):
         convert(values, {"question": "asked"})
 
 
-@pytest.mark.parametrize(
-    ("value", "candidates"),
-    [
-        ("<answer> 3 </answer>", ["3", 3]),
-        ("EXIT 3", ["EXIT 3"]),
-        (3.0, [3.0, 3]),
-        (["a", "b"], [["a", "b"]]),
+def test_an_answer_of_another_toolkit_has_several_readings():
+    for value, others in (
+        *(("<answer> 3 </answer>", ["3", 3]), (3.0, [3.0, 3])),
         (BOXES, [BOXES, {"boxes": BOXES}]),
         ("[1, 2, 3, 4]", ["[1, 2, 3, 4]", {"boxes": BOXES[:1]}]),
         (LABELED, [LABELED, {"boxes": BOXES[:1], "labels": ["cup"]}]),
-        ("[1, 2", ["[1, 2"]),
-        ("[" * 5000, ["[" * 5000]),
-    ],
-)
-def test_an_answer_of_another_toolkit_has_several_readings(value, candidates):
-    assert get_answer_candidates(value) == candidates
+        *((alone, [alone]) for alone in ("EXIT 3", ["a", "b"], "[1, 2", "[" * 5000)),
+    ):
+        assert get_answer_candidates(value) == others
 
 
 @pytest.mark.parametrize(
@@ -164,15 +157,7 @@ def test_an_answer_of_another_toolkit_has_several_readings(value, candidates):
         (make_row(images=["https://example.org/a.png"]), "is a URL"),
         (make_row(images=["data:image/png;base64,AAAA"]), "rows.jsonl:2 image 1 cannot be read"),
         (make_row(images=["data:image/png,PNG"]), "is no data:image/…;base64,… URL: "),
-        (make_row(answer="three"), "the answer 'three' must be an integer"),
         (make_row(answer="3"), "must be an integer of at least 0"),  # the canonical form is strict
-        (make_row(answer=...), "it has no answer"),
-        (make_row(question=...), "it has no question"),
-        (make_row(question=5), "question must be text"),
-        (make_row(question=..., qestion="?"), "it has no question (did you mean qestion?)"),
-        (make_row(id=""), "id must be non-empty text"),
-        (make_row(id=True), "id must be non-empty text"),
-        (make_row(meta=[1]), "meta must be an object"),
         (make_row(image="a.png"), "it has images and image: keep one of them"),
     ],
     ids=lambda value: repr(value)[:40],
@@ -181,20 +166,17 @@ def test_a_bad_row_is_named_with_file_line_and_reason(folder, bad, reason):
     check_bad_row(folder, bad, reason)
 
 
-@pytest.mark.parametrize(
-    ("column", "value"),
-    [
+def test_a_misnamed_image_column_is_named_with_the_remedy():
+    for column, value in (
         *(("imagess", [1]), ("Image", None), ("photo", "frames/a.JPG")),
         *(("photos", ["a.png", "b.png"]), ("picture", {"bytes": b"PNG", "path": None})),
         ("pixels", Image.new("RGB", (2, 2))),
-    ],
-)
-def test_a_misnamed_image_column_is_named_with_the_remedy(column, value):
-    values = {"question": "How many?", "answer": 3, column: value}
-    message = rf"column {column} .* rename it to images, set data\.columns"
-    with pytest.raises(ValueError, match=message):
-        convert(values)
-    assert convert({**values, "images": []}).images == ()
+    ):
+        values = {"question": "How many?", "answer": 3, column: value}
+        message = rf"column {column} .* rename it to images, set data\.columns"
+        with pytest.raises(ValueError, match=message):
+            convert(values)
+        assert convert({**values, "images": []}).images == ()
 
 
 def test_other_columns_of_a_row_without_images_are_meta():
