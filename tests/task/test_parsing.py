@@ -20,9 +20,8 @@ PARSERS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("text", "tagged", "untagged"),
-    [
+def test_an_answer_is_extracted_with_and_without_tags():
+    for text, tagged, untagged in (
         ("a", None, "a"),
         ("<answer>a</answer>", "a", "<answer>a</answer>"),
         ("x <answer> a\n</answer> y", "a", "x <answer> a\n</answer> y"),
@@ -41,11 +40,9 @@ PARSERS = {
         ("<answer>a<think>t</think>b</answer>", None, None),
         ("", None, None),
         (" \n\t", None, None),
-    ],
-)
-def test_an_answer_is_extracted_with_and_without_tags(text, tagged, untagged):
-    assert parsing.extract_answer(text, tags=True) == tagged
-    assert parsing.extract_answer(text, tags=False) == untagged
+    ):
+        assert parsing.extract_answer(text, tags=True) == tagged
+        assert parsing.extract_answer(text, tags=False) == untagged
 
 
 WRAPPED = {
@@ -121,27 +118,21 @@ MALFORMED = [
 ]
 
 
-@pytest.mark.parametrize("text", MALFORMED)
-def test_malformed_boxes_are_rejected(text):
-    assert parse_boxes(text) is None
+def test_malformed_boxes_are_rejected():
+    assert [text for text in MALFORMED if parse_boxes(text) is not None] == []
 
 
-@pytest.mark.parametrize(
-    ("one", "between"),
-    [
-        ("[1,2,3,{}]", ","),
-        ("<box>[[1,2,3,{}]]</box>", ""),
+def test_the_number_of_boxes_is_limited_in_every_grammar():
+    for one, between in (
+        *(("[1,2,3,{}]", ","), ("<box>[[1,2,3,{}]]</box>", "")),
         ("<|box_start|>(1,2),(3,{})<|box_end|>", ""),
         ("<loc0001><loc0001><loc{:04}><loc0002>", ";"),
-    ],
-)
-def test_the_number_of_boxes_is_limited_in_every_grammar(one, between):
-    def repeat(count: int) -> str:
-        text = between.join(one.format(number + 3) for number in range(count))
-        return f"[{text}]" if one.startswith("[") else text
-
-    assert len(parse_boxes(repeat(MAX_ITEMS)) or []) == MAX_ITEMS
-    assert parse_boxes(repeat(MAX_ITEMS + 1)) is None
+    ):
+        items = [one.format(number + 3) for number in range(MAX_ITEMS + 1)]
+        texts = [between.join(items[:count]) for count in (MAX_ITEMS, MAX_ITEMS + 1)]
+        most, over = (f"[{text}]" if one.startswith("[") else text for text in texts)
+        assert len(parse_boxes(most) or []) == MAX_ITEMS
+        assert parse_boxes(over) is None
     half = f"<box>[{','.join(['[1,2,3,4]'] * (MAX_ITEMS // 2 + 1))}]</box>"
     assert parse_boxes(half) is not None
     assert parse_boxes(half + half.replace("1", "0")) is None

@@ -108,9 +108,8 @@ def test_an_interrupted_task_file_is_not_a_user_error(parity):
         load_task(parity)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
+def test_a_wrong_task_file_is_reported(parity):
+    for text, expected in (
         ("import math\nmath.nothing\n", ["line 2: AttributeError"]),
         ("def (:\n", ["cannot be loaded: SyntaxError"]),
         ("raise SystemExit\n", ["cannot be loaded: line 1: SystemExit"]),
@@ -122,19 +121,16 @@ def test_an_interrupted_task_file_is_not_a_user_error(parity):
         (BUILD + "SystemExit(3)", ["cannot be built: SystemExit: 3"]),
         (PARITY.replace(FIELD, "    tags: str = 'no'"), ["it declares the option tags"]),
         (PARITY.replace(FIELD, "    more: Wrods = ()"), ["the type of an option cannot be read"]),
-    ],
-)
-def test_a_wrong_task_file_is_reported(parity, text, expected):
-    parity.write_text(text)
-    message = get_error(str(parity))
-    assert str(parity) in message
-    for part in expected:
-        assert part in message
+    ):
+        parity.write_text(text)
+        message = get_error(str(parity))
+        assert str(parity) in message
+        for part in expected:
+            assert part in message
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "expected"),
-    [
+def test_a_wrong_name_or_option_is_named():
+    for name, options, expected in (
         *((other, {}, OTHER_TYPE) for other in (None, 3, {"task": "counting"}, int)),
         ("vlm_grpo.tasks.counting:Pariti", {}, "no task class Pariti"),
         ("no.module:Parity", {}, "no.module:Parity cannot be loaded"),
@@ -147,12 +143,10 @@ def test_a_wrong_task_file_is_reported(parity, text, expected):
         ("counting", {"weights": {"exact": "much"}}, "should be a list or be a number"),
         ("counting", {"frame": "permille"}, "frame='permille' should"),
         ("counting", {"weights": {"exactly": 1.0}}, "no reward exactly"),
-    ],
-)
-def test_a_wrong_name_or_option_is_named(name, options, expected):
-    message = get_error(name, **options)
-    assert expected in message
-    assert ", frame" not in message.partition("it has ")[2]  # nor another that the library sets
+    ):
+        message = get_error(name, **options)
+        assert expected in message
+        assert ", frame" not in message.partition("it has ")[2]  # nor another that the library sets
 
 
 def test_a_file_may_change_defaults_and_takes_whole_numbers_for_floats(parity):
@@ -209,13 +203,10 @@ def test_a_class_is_named_by_its_import_path_or_that_of_its_file(tmp_path, monke
     del sys.modules["parity_file"]
 
 
-@pytest.mark.parametrize(
-    ("task", "name"),
-    [
+def test_the_short_name_is_that_of_the_class_or_file():
+    for task, name in (
         *((Counting, "counting"), (Counting(), "counting"), ("counting", "counting")),
         *(("tasks/clock.py", "clock"), ("tasks/clock.py:Hands", "clock")),
         *(("zoo.clock:Hands", "hands"), ("<class test.<locals>.Hands>", "hands")),
-    ],
-)
-def test_the_short_name_is_that_of_the_class_or_file(task, name):
-    assert registry.get_short_name(task) == name
+    ):
+        assert registry.get_short_name(task) == name

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +167,7 @@ def test_a_parser_that_fails_in_the_job_of_one_rule_is_its_failure(failing, monk
     assert "unreadable" in (found["trouble"][1] or "")
 
 
-def test_a_reward_that_ends_its_worker_is_named(failing, workers):
+def test_a_reward_that_ends_its_worker_is_named(failing, workers, tasks):
     good, dies, parser, fine = score(workers, failing, ["good", "dies", "the parser dies", "fine"])
     assert (good.total, fine.total) == (1.5, 0.5)
     assert (dies.total, dies.answer) == (None, "dies")
@@ -174,6 +175,9 @@ def test_a_reward_that_ends_its_worker_is_named(failing, workers):
     assert (dies.rewards, dies.metrics) == ({"right": 0.0, "trouble": None}, {"letters": 4.0})
     assert dies.failures == {"trouble": "the process that scored it ended with exit code 1"}
     assert parser.failures == {"parse": "the process that scored it ended with exit code 3"}
+    of_batch = score_groups(workers, load_task(f"{tasks}:Batched", does="dies"))[0].failures
+    assert of_batch == {"rare": dies.failures["trouble"]}
+    assert score_groups(workers, load_task(f"{tasks}:Batched"))[0].total is not None
 
 
 def test_a_worker_in_compiled_code_is_killed_at_the_limit(failing, workers):
@@ -242,24 +246,21 @@ def check(guard: FailureGuard, task: Task, *texts: str) -> None:
     guard.check(task, scores, [EXAMPLE] * len(texts))
 
 
-@pytest.mark.parametrize(
-    "texts",
-    [
+def test_a_reward_that_fails_on_everything_is_an_error(failing):
+    message = r"on every completion \(\d in .*row 7: \w+Error: (.|\n)*resume=true"
+    for texts in (
         ("raises",),  # the only completion
         (*["raises"] * 4, "", "", ""),  # enough, though most had no answer
         ("the parser raises", "raises"),
-    ],
-)
-def test_a_reward_that_fails_on_everything_is_an_error(failing, texts):
-    with pytest.raises(UserError, match=r"on every completion \(\d in .*row 7: \w+Error: ") as e:
+    ):
+        with pytest.raises(UserError, match=message):
+            check(FailureGuard(), failing, *texts)
+
+
+def test_other_failures_are_only_counted(failing):
+    # Once it works, a single failure may be bad luck, and no completion has failed.
+    for texts in ((*["raises"] * 4, "good"), ("raises", "", ""), ()):
         check(FailureGuard(), failing, *texts)
-    assert "resume=true" in str(e.value)
-
-
-# Once it works, a single failure may be bad luck, and no completion has failed.
-@pytest.mark.parametrize("texts", [(*["raises"] * 4, "good"), ("raises", "", ""), ()])
-def test_other_failures_are_only_counted(failing, texts):
-    check(FailureGuard(), failing, *texts)
     logged = load_task(failing, weights={"trouble": 0})
     check(FailureGuard(), logged, "raises")
     assert logged.score("raises", EXAMPLE).total == 0.0
@@ -282,7 +283,7 @@ def test_the_completions_of_all_ranks_count(failing):
         return [2, 2, 0, 2, 1]
 
     def other_fails(counts: list[int]) -> list[int]:
-        return [count + other for count, other in zip(counts, [1, 1, 0, 1, 1], strict=True)]
+        return [*map(add, counts, [1, 1, 0, 1, 1])]
 
     FailureGuard().check(failing, scores, [EXAMPLE], other_works)
     with pytest.raises(UserError, match=r"\(2 in a row\), here first on example row 7"):
@@ -336,12 +337,6 @@ def test_a_batch_reward_that_fails_makes_its_batch_unscorable(scorer, tasks, doe
     assert scores[0].rewards["brief"] == -0.04
 
 
-def test_a_batch_reward_that_ends_its_worker_is_named(workers, tasks):
-    scores = score_groups(workers, load_task(f"{tasks}:Batched", does="dies"))
-    assert scores[0].failures == {"rare": "the process that scored it ended with exit code 1"}
-    assert score_groups(workers, load_task(f"{tasks}:Batched"))[0].total is not None
-
-
 def test_one_bad_value_affects_its_own_completion(scorer, tasks):
     texts = ["good", "odd", "none", "fails"]
     good, *failed = score(scorer, load_task(f"{tasks}:Batched"), texts)
@@ -380,20 +375,17 @@ def test_the_limit_is_that_of_the_rule_or_of_the_run_times_the_completions():
         assert (found.rewards["waited"], found.metrics) == (waited, {"patient": 1.0})
 
 
-@pytest.mark.parametrize(
-    ("mark", "method", "message"),
-    [
+def test_a_wrong_mark_is_refused():
+    for mark, method, message in (
         (reward(batch=True), lambda self, answer, example: 1.0, r"must take \(self, batch\)"),
         (reward(), lambda self, answer: 1.0, r"must take \(self, answer, example\), then text"),
         (reward(), lambda self, batch: [1.0], r"with @reward\(batch=True\)"),
         (metric(), lambda self, batch: [1.0], r"with @metric\(batch=True\)"),
         (reward(seconds=5), lambda self, answer, example: 1.0, "seconds must be positive, and"),
         (reward(batch=True, seconds=0), lambda self, batch: [1.0], "seconds must be positive"),
-    ],
-)
-def test_a_wrong_mark_is_refused(mark, method, message):
-    with pytest.raises(TypeError, match=message):
-        mark(method)
+    ):
+        with pytest.raises(TypeError, match=message):
+            mark(method)
 
 
 def test_a_pass_is_the_primary_metric_or_the_full_reward():

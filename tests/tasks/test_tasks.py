@@ -250,9 +250,8 @@ def test_an_invalid_gold_answer_is_an_error(name, options, answer, reason):
         task.check(make_example(answer, CLIP if name == "temporal" else IMAGE))
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "reason"),
-    [
+def test_wrong_options_are_refused():
+    for name, options, reason in (
         ("gui", {"actions": ["tap"]}, "give a list of click"),
         ("gui", {"actions": ["type"], "box": True}, "choose one"),
         ("gui", {"weights": {"coverage": 1}}, "set box=true"),
@@ -267,11 +266,9 @@ def test_an_invalid_gold_answer_is_an_error(name, options, answer, reason):
         ("judged", {**JUDGE, "timeout": float("inf")}, "timeout is inf"),
         ("judged", {**JUDGE, "judge_options": {"model": "x"}}, "judge_options must not have model"),
         ("judged", {**JUDGE, "adress": "x"}, "unknown option adress .did you mean address"),
-    ],
-)
-def test_wrong_options_are_refused(name, options, reason):
-    with pytest.raises(UserError, match=reason):
-        load_task(name, **options)
+    ):
+        with pytest.raises(UserError, match=reason):
+            load_task(name, **options)
 
 
 def test_an_example_without_an_image_is_an_error():

@@ -29,9 +29,8 @@ def test_a_page_written_for_tests_passes_them(test):
         assert Page(write_page([alone])).passes(alone)
 
 
-@pytest.mark.parametrize(
-    ("test", "reason"),
-    [
+def test_a_malformed_test_is_an_error():
+    for test, reason in (
         (None, "must have a type"),
         ({"type": "format", "text": "a"}, "must have a type of present, absent"),
         ({"type": "present"}, "needs a non-empty text"),
@@ -46,24 +45,19 @@ def test_a_page_written_for_tests_passes_them(test):
             "order may be at most 2 for before of 5 ch",
         ),
         ({"type": "present", "text": "a", "first_n": True}, "first_n of a test"),
-    ],
-)
-def test_a_malformed_test_is_an_error(test, reason):
-    with pytest.raises(ValueError, match=reason):
-        check_test(test)
+    ):
+        with pytest.raises(ValueError, match=reason):
+            check_test(test)
 
 
-@pytest.mark.parametrize(
-    ("text", "plain"),
-    [
+def test_normalization():
+    for text, plain in (
         ("a<br/>b<br>c", "a b c"),
         ("**a** __b__ *c* _d_ <b>e</b><i>f</i>", "a b c d ef"),
         ("**a\n\nb*", "a b*"),
         ("‘a’ “b” – — ‑ − ＿ µ e\u0301", "'a' \"b\" - - - - _ μ é"),
-    ],
-)
-def test_normalization(text, plain):
-    assert normalize(text) == plain
+    ):
+        assert normalize(text) == plain
 
 
 def test_formulas_are_found_between_delimiters():
