@@ -97,18 +97,17 @@ def test_files_hold_the_same_examples_as_memory(kind, tmp_path):
 
 def test_a_folder_in_use_and_a_count_of_0_are_errors(tmp_path, capsys):
     (tmp_path / "mine.txt").write_text("keep")
-    generator = GENERATORS["counting"]
     for count, out, message in (("1", "", "not an empty folder"), ("0", "x", "count is 0")):
-        assert generator.main(["--count", count, "--out", str(tmp_path / out)]) == 1
+        argv = ["--count", count, "--out", str(tmp_path / out)]
+        assert GENERATORS["counting"].main(argv) == 1
         assert message in capsys.readouterr().err
         assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_wrong_kinds_and_dials_are_one_clear_error():
     with pytest.raises(ValueError, match=r"'ocr': choose counting, cluttered, .*, choices$"):
-        generator("ocr", 1)
-
-
-@pytest.mark.parametrize(
-    ("dials", "message"),
-    [
+        GENERATORS["counting"]("ocr", 1)
+    for dials, message in (
         ("relations:oclusion=0.3", r"unknown key oclusion \(did you mean occlusion\?\)\nLevels: "),
         ("relations:occlusion=2", 'occlusion="2" should be less than or equal to 0.6'),
         ("relations:hrad", "relations:hrad: .*\n.*key hrad.*\nLevels: easy, medium, hard; dials: "),
@@ -119,11 +118,9 @@ def test_a_folder_in_use_and_a_count_of_0_are_errors(tmp_path, capsys):
         ("tables:easy,columns=9", "Levels: easy, medium, hard; dials: .*longest"),
         ("words:fonts=7", 'fonts="7" should be less than or equal to 6'),
         ("counting:hard", "counting has no dials, as in counting:hard; those of attr"),
-    ],
-)
-def test_wrong_dials_are_one_clear_error(dials, message):
-    with pytest.raises(UserError, match=message):
-        draw(dials, 1)
+    ):
+        with pytest.raises(UserError, match=message):
+            draw(dials, 1)
 
 
 def describe_relations(row: Example) -> tuple[str, ...]:

@@ -65,7 +65,7 @@ def install(tmp_path, monkeypatch):
     return _install
 
 
-def get_error(name: str, **options: object) -> str:
+def get_error(name: Any, **options: object) -> str:
     with pytest.raises(UserError) as caught:
         load_task(name, **options)
     return str(caught.value)
