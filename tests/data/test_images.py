@@ -107,9 +107,8 @@ def read(folder: Path, value: Any, **settings: Any) -> VideoRef:
     return clip
 
 
-@pytest.mark.parametrize(
-    ("value", "options", "times", "seconds", "levels"),
-    [
+def test_a_clip_is_read_from_every_form_of_reference(clips):
+    for value, options, times, seconds, levels in (
         # 2 seconds at 10 fps: from the first frame to the last one, at least four.
         ("a.mp4", {"fps": 3}, (0, 0.4, 0.8, 1.1, 1.5, 1.9), 2.0, [0, 4, 8, 11, 15, 19]),
         ("a.mp4", {"fps": 1}, (0, 0.6, 1.3, 1.9), 2.0, [0, 6, 13, 19]),
@@ -119,19 +118,16 @@ def read(folder: Path, value: Any, **settings: Any) -> VideoRef:
         (FRAMES, {"max_frames": 3}, (0, 1, 2), 2.5, [0, 2, 4]),
         ({"frames": FRAMES[:3], "fps": 1}, {}, (0, 1, 2), 3.0, [0, 1, 2]),
         ({"frames": FRAMES[:3], "times": [1, 2.5, 5]}, {}, (1, 2.5, 5), 7.0, [0, 1, 2]),
-    ],
-)
-def test_a_clip_is_read_from_every_form_of_reference(clips, value, options, times, seconds, levels):
-    clip = read(clips, value, **options)
-    assert clip.times == pytest.approx(times)
-    assert clip.seconds == pytest.approx(seconds)
-    assert [level(frame) for frame in clip.load_frames()] == levels
-    assert clip.load().size == clip.picture_size == (clip.size[0] * len(levels), clip.size[1])
+    ):
+        clip = read(clips, value, **options)
+        assert clip.times == pytest.approx(times)
+        assert clip.seconds == pytest.approx(seconds)
+        assert [level(frame) for frame in clip.load_frames()] == levels
+        assert clip.load().size == clip.picture_size == (clip.size[0] * len(levels), clip.size[1])
 
 
-@pytest.mark.parametrize(
-    ("value", "settings", "reason"),
-    [
+def test_bad_clips_are_refused(clips):
+    for value, settings, reason in (
         ("b.mp4", {}, r"video b\.mp4 is missing in"),
         ("../b.mp4", {}, r"video \.\./b\.mp4 is missing in|outside the image folder"),
         ("https://x/b.mp4", {}, "is a URL: download it"),
@@ -152,11 +148,12 @@ def test_a_clip_is_read_from_every_form_of_reference(clips, value, options, time
         ({"frames": 3}, {}, "a list of frames or an object with frames, not int"),
         (3, {}, "a list of frames or an object with frames, not int"),
         ("other.png", {}, r"video other\.png"),
-    ],
-)
-def test_bad_clips_are_refused(clips, value, settings, reason):
-    with pytest.raises(ValueError, match=reason):
-        read(clips, value, **settings)
+    ):
+        with pytest.raises(ValueError, match=reason):
+            read(clips, value, **settings)
+    row = {"question": "?", "answer": 1, "videos": ["a.mp4"]}
+    message = get_load_error(write_rows(clips, row), video={"max_seconds": 1})
+    assert "rows.jsonl:1: video a.mp4 has 2 seconds" in message
 
 
 def test_frames_of_a_folder_are_sorted_by_their_numbers(clips):
@@ -176,9 +173,3 @@ def test_each_file_is_opened_once_and_a_clip_is_no_image(clips):
         assert reader.read(value, "row 3") is first
     with pytest.raises(ValueError, match=r"video a\.mp4 cannot be read"):
         clip.load()
-
-
-def test_the_settings_of_clips_apply_to_rows(clips):
-    row = {"question": "?", "answer": 1, "videos": ["a.mp4"]}
-    message = get_load_error(write_rows(clips, row), video={"max_seconds": 1})
-    assert "rows.jsonl:1: video a.mp4 has 2 seconds" in message
