@@ -175,16 +175,12 @@ def test_a_name_that_is_claimed_twice_is_refused(install):
     assert type(load_task("ocr")).__name__ == "OCR"  # other names still work
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("import no_such_module_anywhere\n", "parity_broken"),
-        ("Parity = 3\n", "not a subclass of Task but 3"),
-    ],
-)
-def test_a_broken_package_is_named(install, text, expected):
-    install(f"parity_broken_{len(text)}", "parity", module_text=text)
-    assert expected in get_error("parity")
+def test_a_broken_package_is_named(install):
+    texts = {"import no_such_module_anywhere\n": "parity_broken_0"}
+    texts |= {"Parity = 3\n": "not a subclass of Task but 3"}
+    for number, (text, expected) in enumerate(texts.items()):
+        install(f"parity_broken_{number}", f"parity_{number}", module_text=text)
+        assert expected in get_error(f"parity_{number}")
 
 
 def test_a_class_is_named_by_its_import_path_or_that_of_its_file(tmp_path, monkeypatch):

@@ -320,21 +320,18 @@ def test_a_batch_reward_sees_groups_and_its_values_are_weighted(scorer, tasks):
     assert [s.rewards["rare"] for s in alone] == [1.0, 1.0, 1.0, 0.0, 1.0, None]
 
 
-@pytest.mark.parametrize(
-    ("does", "reason"),
-    [
-        ("raises", "KeyError: 'no such column'"),
-        ("exits", "SystemExit: 1"),
-        ("loops", "longer than its limit of 0.8 s"),  # four completions of 0.2 s
-        ("too few", "it returned 1 values for 4 completions"),
-    ],
-)
-def test_a_batch_reward_that_fails_makes_its_batch_unscorable(scorer, tasks, does, reason):
-    scores = score_groups(scorer, load_task(f"{tasks}:Batched", does=does))
-    assert [s.total is None for s in scores] == [True, True, True, False, True, True]
-    assert all(reason in s.failures["rare"] for s in (*scores[:3], scores[4]))
-    assert [s.rewards["right"] for s in scores[:3]] == [1.0, 0.0, 0.0]  # other rewards are kept
-    assert scores[0].rewards["brief"] == -0.04
+def test_a_batch_reward_that_fails_makes_its_batch_unscorable(scorer, tasks):
+    for does, reason in {
+        "raises": "KeyError: 'no such column'",
+        "exits": "SystemExit: 1",
+        "loops": "longer than its limit of 0.8 s",  # four completions of 0.2 s
+        "too few": "it returned 1 values for 4 completions",
+    }.items():
+        scores = score_groups(scorer, load_task(f"{tasks}:Batched", does=does))
+        assert [s.total is None for s in scores] == [True, True, True, False, True, True]
+        assert all(reason in s.failures["rare"] for s in (*scores[:3], scores[4]))
+        assert [s.rewards["right"] for s in scores[:3]] == [1.0, 0.0, 0.0]  # the others are kept
+        assert scores[0].rewards["brief"] == -0.04
 
 
 def test_one_bad_value_affects_its_own_completion(scorer, tasks):
