@@ -119,7 +119,6 @@ def test_a_verdict_is_the_last_line_and_in_another_form_is_none():
         (Reply(body=b'{"choices": [{"message": {"content": null}}]}'), "has no text"),
         (Reply(seconds=1.0), "2 attempts failed, the last with no response within 0.5 s"),
     ],
-    ids=["out of range", "no choices", "null", "late"],
 )
 def test_a_failed_verdict_is_a_failure_and_not_a_score(reply, reason):
     def respond(body: Any) -> Reply:
