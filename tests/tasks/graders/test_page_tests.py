@@ -7,7 +7,7 @@ import time
 import pytest
 
 from vlm_grpo.tasks.graders.formulas import MAX_FORMULA
-from vlm_grpo.tasks.graders.page_tests import Page, check_test, find_near, normalize, write_page
+from vlm_grpo.tasks.graders.page_tests import Page, check_test, find_near, write_page
 
 TESTS = [
     {"type": "present", "text": "Annual report"},
@@ -48,16 +48,6 @@ def test_a_malformed_test_is_an_error():
     ):
         with pytest.raises(ValueError, match=reason):
             check_test(test)
-
-
-def test_normalization():
-    for text, plain in (
-        ("a<br/>b<br>c", "a b c"),
-        ("**a** __b__ *c* _d_ <b>e</b><i>f</i>", "a b c d ef"),
-        ("**a\n\nb*", "a b*"),
-        ("‘a’ “b” – — ‑ − ＿ µ e\u0301", "'a' \"b\" - - - - _ μ é"),
-    ):
-        assert normalize(text) == plain
 
 
 def test_formulas_are_found_between_delimiters():
