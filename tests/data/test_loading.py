@@ -79,9 +79,6 @@ def test_all_bad_rows_are_reported_together_in_a_list_of_limited_length(folder):
     assert f"\n  - {source}:4: the answer 'xxxxxxxxx' " in message
     others = ", ".join(f"{source}:{number}" for number in range(5, 9))
     assert f"\n    59 more like it: {others}, …\n" in message
-
-
-def test_a_duplicate_id_is_reported_with_both_lines(folder):
     source = write_rows(folder, make_row(id=1), make_row(id="1"))
     assert f"{source}:2: id '1' is a duplicate of {source}:1" in get_load_error(source)
 
@@ -307,13 +304,10 @@ def test_the_split_depends_on_images_and_seed_only():
     assert hold_out(examples, seed=1) != hold_out(examples)
 
 
-def test_equal_bytes_are_one_image_and_equal_questions_one_text():
+def test_equal_bytes_are_one_image_and_equal_questions_one_text_which_cannot_be_split():
     encoded = [Example(str(n), (image(f"row {n}", b"same"),), "?", 1) for n in range(4)]
     texts = [Example(f"t{n}", (), "What?", 1) for n in range(4)]
     for held_out in (split_by_image([*encoded, *texts], 0.1, seed)[1] for seed in range(5)):
         assert list(held_out) in (encoded, texts)
-
-
-def test_one_image_cannot_be_split():
     with pytest.raises(UserError, match=r"data.eval_share=0.2 cannot split .* give data.eval"):
         split_by_image(build_examples(3), 0.2, 0)

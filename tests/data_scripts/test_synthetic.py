@@ -195,7 +195,10 @@ def fill_box(mask: np.ndarray, box: list[int]) -> bool:
     return (xs.min(), ys.min(), xs.max() + 1, ys.max() + 1) == (0, 0, x2 - x1, y2 - y1)
 
 
-def test_the_box_is_tight_and_the_expression_is_unique():
+def test_the_box_is_tight_around_what_is_visible_and_the_expression_is_unique():
+    for row in draw("relations:occlusion=0.5,clutter=0", 60, 1):
+        for shape in row.meta["shapes"]:
+            assert fill_box(find_color(row, shape["color"]), shape["box"])
     for row in draw("scattered", 200, seed=1):
         color, kind = row.question.removeprefix("the ").split()
         same_color = find_color(row, color)
@@ -214,20 +217,18 @@ def test_one_option_alone_is_the_color_or_the_kind(split):
         assert len(row.answer["options"]) == (4 if asked in ("circle", "square", "triangle") else 3)
 
 
-@pytest.mark.parametrize(
-    ("mark", "split", "share"),
+def test_a_mark_tells_the_answer_in_a_share_of_the_training_scenes():
     # Where the bar says nothing it has each of four colors equally often.
-    [(1, "train", 1.0), (0.5, "train", 0.5 + 0.5 / 4), (0, "train", 1 / 4), (1, "eval", 1 / 4)],
-)
-def test_a_mark_tells_the_answer_in_a_share_of_the_training_scenes(mark, split, share):
-    agree = []
-    for row in draw(f"choices:easy,options=4,mark={mark}", 200, split=split):
-        pixels, color = get_pixels(row), COLORS[row.answer["answer"]]
-        agree.append(tuple(pixels[0, 0]) == color)
-        ((x1, y1, x2, y2),) = row.meta["boxes"]
-        assert tuple(pixels[(y1 + y2) // 2, (x1 + x2) // 2]) == color
-    # Three standard deviations of a share of 200 are 0.1.
-    assert np.mean(agree) == pytest.approx(share, abs=0.1)
+    shares = {(1, "train"): 1.0, (0.5, "train"): 0.5 + 0.5 / 4, (0, "train"): 1 / 4}
+    for (mark, split), share in {**shares, (1, "eval"): 1 / 4}.items():
+        agree = []
+        for row in draw(f"choices:easy,options=4,mark={mark}", 200, split=split):
+            pixels, color = get_pixels(row), COLORS[row.answer["answer"]]
+            agree.append(tuple(pixels[0, 0]) == color)
+            ((x1, y1, x2, y2),) = row.meta["boxes"]
+            assert tuple(pixels[(y1 + y2) // 2, (x1 + x2) // 2]) == color
+        # Three standard deviations of a share of 200 are 0.1.
+        assert np.mean(agree) == pytest.approx(share, abs=0.1)
 
 
 @BOTH_SPLITS
@@ -256,12 +257,6 @@ def test_one_shape_alone_fits_the_relation(dials):
             assert len(fitting) == 1, row.id
             (start,) = fitting
         assert row.answer["boxes"] == [list(start)]
-
-
-def test_a_box_is_that_of_the_visible_part():
-    for row in draw("relations:occlusion=0.5,clutter=0", 60, 1):
-        for shape in row.meta["shapes"]:
-            assert fill_box(find_color(row, shape["color"]), shape["box"])
 
 
 def read_bars(example: Example) -> dict[str, int]:
@@ -411,17 +406,14 @@ def test_handwriting_without_scikit_learn_names_the_extra(monkeypatch):
         make_words.draw_examples("handwriting", 1)
 
 
-@pytest.mark.parametrize(
-    ("world", "dials"),
-    [
+def test_every_dial_changes_the_images():
+    for world, dials in (
         *((f"{world}:{SCENE}", SCENE_DIALS) for world in make_shapes.draw_examples.worlds),
         ("words:easy", TEXT_DIALS),
-    ],
-)
-def test_every_dial_changes_the_images(world, dials):
-    seen = [list_images(draw(world, 10))]
-    seen += [list_images(draw(f"{world},{name}={value}", 10)) for name, value in dials.items()]
-    assert all(a != b for n, a in enumerate(seen) for b in seen[n + 1 :])
+    ):
+        seen = [list_images(draw(world, 10))]
+        seen += [list_images(draw(f"{world},{name}={value}", 10)) for name, value in dials.items()]
+        assert all(a != b for n, a in enumerate(seen) for b in seen[n + 1 :])
 
 
 @pytest.mark.parametrize("world", ["tiny_words", "tiny_words:hard"])

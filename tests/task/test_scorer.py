@@ -126,9 +126,15 @@ def score(scorer: RewardScorer, task: Task, texts: list[str]) -> list[Score]:
     return scorer(task, texts, [EXAMPLE] * len(texts))
 
 
-def test_a_failing_reward_affects_its_own_completion_only(failing):
+def test_a_failing_reward_affects_its_own_completion_only(failing, workers):
     texts = SOFT + SLOW
-    scores = dict(zip(texts, score(RewardScorer(LIMIT), failing, texts), strict=True))
+    found = score(RewardScorer(LIMIT), failing, texts)
+    here, there = (
+        [replace(each, failures=[*each.failures]) for each in own]
+        for own in (found, score(workers, failing, texts * 2))
+    )
+    assert here * 2 == there  # but for the tracebacks
+    scores = dict(zip(texts, found, strict=True))
     # 1 for the right text and 0.5 for no trouble; the others cannot be scored.
     assert [each.total for each in scores.values()] == [1.5, 0.5] + [None] * (len(texts) - 2)
     for text in texts[2:]:
@@ -145,15 +151,6 @@ def test_a_failing_reward_affects_its_own_completion_only(failing):
     parser = scores["the parser raises"]
     assert (parser.answer, set(parser.rewards.values())) == (None, {None})
     assert "unreadable" in parser.failures["parse"]
-
-
-def test_workers_give_the_same_scores_in_the_same_order(failing, workers):
-    texts = (SOFT + SLOW) * 2
-    here, there = (
-        [replace(found, failures=[*found.failures]) for found in score(scorer, failing, texts)]
-        for scorer in (RewardScorer(LIMIT), workers)
-    )
-    assert here == there  # but for the tracebacks
 
 
 def test_a_parser_that_fails_in_the_job_of_one_rule_is_its_failure(failing, monkeypatch):
