@@ -18,7 +18,10 @@ from vlm_grpo.types import VideoRef
 FRAMES = [f"frames/{number}.png" for number in range(5)]
 
 
-def test_an_image_is_read_from_every_form_of_reference(folder):
+def test_an_image_is_read_from_every_form_of_reference_up_to_the_limit_of_pixels(folder):
+    source = write_rows(folder, make_row())
+    assert "8x6 pixels" in get_load_error(source, max_image_pixels=47)
+    assert load(source, max_image_pixels=48)
     data = png(8, 6)
     for value, name in (
         *(("a.png", "a.png"), ({"path": "a.png"}, "a.png"), (data, "row 1")),
@@ -83,12 +86,6 @@ def test_a_path_without_a_root_or_with_an_endless_one_is_named(tmp_path):
     loop.symlink_to(loop)
     with pytest.raises(ValueError, match=r"image a\.png (is missing|cannot be read)"):
         MediaReader(loop, 10**6).read("a.png", "row 1")
-
-
-def test_the_pixel_limit_is_a_setting(folder):
-    source = write_rows(folder, make_row())
-    assert "8x6 pixels" in get_load_error(source, max_image_pixels=47)
-    assert load(source, max_image_pixels=48)
 
 
 @pytest.fixture

@@ -121,12 +121,6 @@ def test_the_format_of_a_dataset_has_no_effect_and_its_transform_has(name):
     assert [e.answer for e in load(doubled)] == [0, 2, 4]
 
 
-def test_numpy_scalars_are_accepted_in_rows():
-    (example,) = load([{"id": np.int64(7), "question": np.str_("?"), "answer": np.int64(3)}])
-    assert (example.id, example.question, example.answer) == ("7", "?", 3)
-    assert (type(example.question), type(example.answer)) == (str, int)
-
-
 def test_an_example_with_a_wrong_field_is_a_bad_row():
     for fields, reason in (
         ({"id": 1}, "id must be non-empty text, not 1"),
@@ -139,7 +133,10 @@ def test_an_example_with_a_wrong_field_is_a_bad_row():
             load([replace(EXAMPLE, **fields)])
 
 
-def test_bad_rows_in_memory_are_named():
+def test_numpy_scalars_are_accepted_in_rows_and_bad_rows_in_memory_are_named():
+    (example,) = load([{"id": np.int64(7), "question": np.str_("?"), "answer": np.int64(3)}])
+    assert (example.id, example.question, example.answer) == ("7", "?", 3)
+    assert (type(example.question), type(example.answer)) == (str, int)
     rows: list[Any] = [*ROWS, {"question": "How many?"}, 5, {"question": "?", "answer": -1}]
     message = get_load_error(rows)
     assert "data.eval row 4: it has no answer" in message

@@ -98,14 +98,11 @@ def test_evidence_is_checked_like_boxes_of_answers_unless_it_is_something_else(f
             convert(make_row(evidence=bad), root=folder)
 
 
-def test_few_bad_boxes_are_no_other_form(tmp_path):
+def test_few_bad_boxes_boxes_below_a_pixel_and_forms_of_boxes_that_are_known_are_refused(tmp_path):
     (tmp_path / "a.png").write_bytes(png())
     rows = [make_row(id=n, answer={"boxes": [[n, 5, 60, 45]]}) for n in range(9)]
     source = write_rows(tmp_path, *rows, make_row(answer={"boxes": [[1, 2, 99, 40]]}))
     assert "is outside its image of 64x48\n" in get_load_error(source, "grounding")
-
-
-def test_a_box_below_a_pixel_and_forms_of_boxes_that_are_known_are_refused(tmp_path):
     source = write_boxes(tmp_path, lambda x, y, u, v: [x, y, x + 0.5, v])
     assert "is smaller than a pixel of its image of 640x480" in get_load_error(source, "grounding")
     source = write_boxes(tmp_path, lambda *e: [1.3, e[1], 2.3, e[3]] if e[0] < 99 else [*e])

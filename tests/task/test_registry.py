@@ -102,13 +102,10 @@ def test_an_option_without_a_value_is_named(parity):
     assert not load_task(str(parity), lenient=False).tags
 
 
-def test_an_interrupted_task_file_is_not_a_user_error(parity):
+def test_a_wrong_task_file_is_reported_and_an_interrupted_one_interrupts(parity):
     parity.write_text("raise KeyboardInterrupt\n")
     with pytest.raises(KeyboardInterrupt):
         load_task(parity)
-
-
-def test_a_wrong_task_file_is_reported(parity):
     for text, expected in (
         ("import math\nmath.nothing\n", ["line 2: AttributeError"]),
         ("def (:\n", ["cannot be loaded: SyntaxError"]),
