@@ -157,6 +157,9 @@ def test_a_bad_row_is_named_with_file_line_and_reason(folder):
         (make_row(image="a.png"), "it has images and image: keep one of them"),
     ):
         check_bad_row(folder, bad, reason)
+    # Errors of other types in a check, too.
+    rows = (make_row(id=n, answer={"boxes": boxes}) for n, boxes in enumerate(([[1, 2, 3]], 5)))
+    assert "2 bad rows" in get_load_error(write_rows(folder, *rows), "grounding")
 
 
 def test_a_misnamed_image_column_is_named_with_the_remedy():
@@ -178,8 +181,3 @@ def test_other_columns_of_a_row_without_images_are_meta():
     message = r"it has no question; it has 1, None: set data\.columns\.question=…"
     with pytest.raises(ValueError, match=message):
         convert({1: 2, None: 3})
-
-
-def test_a_check_that_raises_another_error_makes_a_bad_row(folder):
-    rows = (make_row(id=n, answer={"boxes": boxes}) for n, boxes in enumerate(([[1, 2, 3]], 5)))
-    assert "2 bad rows" in get_load_error(write_rows(folder, *rows), "grounding")

@@ -22,14 +22,11 @@ def test_a_box_outlines_its_pixels_and_none_outside_and_is_clipped_to_the_image(
     assert [drawn.getpixel(spot) for spot in [(50, 0), (99, 39), (99, 60)]] == [RED, RED, WHITE]
 
 
-def test_labels_are_drawn_inside_their_box():
+def test_labels_are_drawn_inside_their_box_and_a_point_is_a_dot():
     plain = draw_boxes(EMPTY, [(10, 10, 90, 70)], "red")
     labeled = draw_boxes(EMPTY, [(10, 10, 90, 70)], "red", labels=["cat"])
     assert plain.tobytes() != labeled.tobytes()
     assert plain.crop((0, 40, 100, 80)).tobytes() == labeled.crop((0, 40, 100, 80)).tobytes()
-
-
-def test_a_point_is_drawn_as_a_dot():
     drawn = draw_points(EMPTY, [(30, 40), (-500, 1e6)], "red")
     assert drawn.getpixel((30, 40)) == RED
     assert drawn.getpixel((36, 40)) == WHITE  # the dot is small
