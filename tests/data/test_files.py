@@ -18,24 +18,6 @@ def test_a_json_array_is_read_like_json_lines(folder):
     assert second.id == "row-2"
 
 
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        ('{"images": []}', "must be a JSON array of objects or have COCO's images and annotations"),
-        ('{"id": 1}\n{"id": 2}', "it is not JSON: Extra data at line 2, column 1; a file with one"),
-        ('{"answer": 1, "answer": 2}', "it is not JSON: the key 'answer' is repeated"),
-        ("[3]", "row 1: it must be a JSON object, not a int"),
-        ("[]", "has no examples"),
-    ],
-)
-def test_a_json_file_of_another_form_is_named(folder, content, reason):
-    path = folder / "rows.json"
-    path.write_text(content)
-    message = get_load_error(str(path))
-    assert str(path) in message
-    assert reason in message
-
-
 def test_csv_cells_are_read_as_the_task_needs_them(folder):
     lines = ["\ufeffimage,question,answer,level", 'a.png,"How many, ""roughly""?",3,']
     source = folder / "rows.csv"
@@ -71,7 +53,9 @@ def test_the_maximum_depth_is_accepted():
         parse_object(b'{"a":' + nested + b"}")
 
 
-def test_a_line_beyond_the_limit_is_one_bad_row_and_reading_continues(folder):
+def test_a_line_beyond_the_limit_is_one_bad_row_which_is_logged_and_skipped(folder, caplog):
     source = write_rows(folder, '{"id": "' + "x" * (2 * MAX_LINE_BYTES) + '"}', make_row())
     assert f"{source}:1: the line is longer than" in get_load_error(source)
     assert [e.id for e in load(source, on_bad_row="skip")] == ["a"]
+    assert "skipped 1 bad row, kept 1" in caplog.text
+    assert f"{source}:1: the line is longer" in caplog.text

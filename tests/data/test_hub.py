@@ -33,7 +33,7 @@ def test_loading_writes_no_progress_bars_into_a_log(tmp_path, capsys, monkeypatc
     assert capsys.readouterr().err == ""
 
 
-def test_what_is_missing_in_a_dataset_is_named(tmp_path):
+def test_what_is_missing_in_a_dataset_is_named(tmp_path, monkeypatch):
     saved, path = tmp_path / "saved", tmp_path / "rows.parquet"
     rows = {"image": ["a.png"], "question": ["?"], "answer": [3]}
     datasets.DatasetDict({"test": datasets.Dataset.from_dict(rows)}).save_to_disk(str(saved))
@@ -45,14 +45,11 @@ def test_what_is_missing_in_a_dataset_is_named(tmp_path):
         (str(path), f"data file {path} cannot be read"),
     ):
         assert reason in get_load_error(source)
-
-
-def test_a_dataset_whose_columns_cannot_be_converted_is_named(monkeypatch):
-    columns = datasets.Features({"image": datasets.Image(), "answer": datasets.Value("int64")})
-    dataset = datasets.Dataset.from_dict({"image": ["a.png"], "answer": [3]}, features=columns)
+    features = datasets.Features({"image": datasets.Image(), "answer": datasets.Value("int64")})
+    dataset = datasets.Dataset.from_dict({"image": ["a.png"], "answer": [3]}, features=features)
     monkeypatch.setattr(datasets.Dataset, "cast_column", lambda *_: 1 / 0)
-    message = get_load_error(dataset)
-    assert "columns of the Dataset cannot be read: ZeroDivisionError" in message
+    reason = "columns of the Dataset cannot be read: ZeroDivisionError"
+    assert reason in get_load_error(dataset)
 
 
 def open_table(tmp_path: Path, form: str) -> Any:

@@ -16,24 +16,23 @@ from vlm_grpo.data_scripts import make_shapes
 from vlm_grpo.types import VideoRef
 
 FRAMES = [f"frames/{number}.png" for number in range(5)]
-VIDEO_PART = {"type": "video", "video": FRAMES, "fps": 1.0}
 
 
-@pytest.mark.parametrize(
-    ("value", "name"),
-    [
-        ("a.png", "a.png"),
-        (png(8, 6), "row 1"),
-        ({"bytes": png(8, 6), "path": "x.png"}, "x.png"),
-        ({"bytes": png(8, 6), "path": None}, "row 1"),
-        ({"path": "a.png"}, "a.png"),
+def test_an_image_is_read_from_every_form_of_reference_up_to_the_limit_of_pixels(folder):
+    source = write_rows(folder, make_row())
+    assert "8x6 pixels" in get_load_error(source, max_image_pixels=47)
+    assert load(source, max_image_pixels=48)
+    data = png(8, 6)
+    for value, name in (
+        *(("a.png", "a.png"), ({"path": "a.png"}, "a.png"), (data, "row 1")),
+        ({"bytes": data, "path": "x.png"}, "x.png"),
+        ({"bytes": data, "path": None}, "row 1"),
         (Image.new("RGB", (8, 6), (200, 10, 10)), "row 1"),
-    ],
-)
-def test_an_image_is_read_from_every_form_of_reference(folder, value, name):
-    reference = MediaReader(folder, max_pixels=48).read(value, "row 1")
-    assert (reference.name, reference.size, reference.resized_size) == (name, (8, 6), (8, 6))
-    assert reference.load().getpixel((7, 5)) == (200, 10, 10)
+    ):
+        reference = MediaReader(folder, max_pixels=48).read(value, "row 1")
+        found = reference.name, reference.size, reference.resized_size
+        assert found == (name, (8, 6), (8, 6))
+        assert reference.load().getpixel((7, 5)) == (200, 10, 10)
 
 
 def test_a_rotated_image_has_one_size_in_every_form(tmp_path):
@@ -70,19 +69,14 @@ def test_a_pil_image_without_pixels_is_a_bad_row():
     assert message.count("a PIL image must be complete and still open") == 4
 
 
-@pytest.mark.parametrize(
-    ("value", "name"),
-    [
+def test_the_type_of_what_is_not_an_image_is_named():
+    for value, name in (
         (np.zeros((90, 90, 3)), r"numpy\.ndarray: use Image\.fromarray"),
-        (io.BytesIO(), r"_io\.BytesIO"),
-        ((path for path in ["a.png"]), "generator"),
-        (None, "None"),
-    ],
-)
-def test_the_type_of_what_is_not_an_image_is_named(value, name):
-    problem = f"^an image must be a path, encoded bytes or a PIL image, not {name}$"
-    with pytest.raises(ValueError, match=problem):
-        MediaReader(None, 100).read(value, "row 1")
+        *((io.BytesIO(), r"_io\.BytesIO"), (iter(["a.png"]), "list_iterator"), (None, "None")),
+    ):
+        problem = f"^an image must be a path, encoded bytes or a PIL image, not {name}$"
+        with pytest.raises(ValueError, match=problem):
+            MediaReader(None, 100).read(value, "row 1")
 
 
 def test_a_path_without_a_root_or_with_an_endless_one_is_named(tmp_path):
@@ -92,12 +86,6 @@ def test_a_path_without_a_root_or_with_an_endless_one_is_named(tmp_path):
     loop.symlink_to(loop)
     with pytest.raises(ValueError, match=r"image a\.png (is missing|cannot be read)"):
         MediaReader(loop, 10**6).read("a.png", "row 1")
-
-
-def test_the_pixel_limit_is_a_setting(folder):
-    source = write_rows(folder, make_row())
-    assert "8x6 pixels" in get_load_error(source, max_image_pixels=47)
-    assert load(source, max_image_pixels=48)
 
 
 @pytest.fixture
@@ -116,9 +104,8 @@ def read(folder: Path, value: Any, **settings: Any) -> VideoRef:
     return clip
 
 
-@pytest.mark.parametrize(
-    ("value", "options", "times", "seconds", "levels"),
-    [
+def test_a_clip_is_read_from_every_form_of_reference(clips):
+    for value, options, times, seconds, levels in (
         # 2 seconds at 10 fps: from the first frame to the last one, at least four.
         ("a.mp4", {"fps": 3}, (0, 0.4, 0.8, 1.1, 1.5, 1.9), 2.0, [0, 4, 8, 11, 15, 19]),
         ("a.mp4", {"fps": 1}, (0, 0.6, 1.3, 1.9), 2.0, [0, 6, 13, 19]),
@@ -128,19 +115,16 @@ def read(folder: Path, value: Any, **settings: Any) -> VideoRef:
         (FRAMES, {"max_frames": 3}, (0, 1, 2), 2.5, [0, 2, 4]),
         ({"frames": FRAMES[:3], "fps": 1}, {}, (0, 1, 2), 3.0, [0, 1, 2]),
         ({"frames": FRAMES[:3], "times": [1, 2.5, 5]}, {}, (1, 2.5, 5), 7.0, [0, 1, 2]),
-    ],
-)
-def test_a_clip_is_read_from_every_form_of_reference(clips, value, options, times, seconds, levels):
-    clip = read(clips, value, **options)
-    assert clip.times == pytest.approx(times)
-    assert clip.seconds == pytest.approx(seconds)
-    assert [level(frame) for frame in clip.load_frames()] == levels
-    assert clip.load().size == clip.picture_size == (clip.size[0] * len(levels), clip.size[1])
+    ):
+        clip = read(clips, value, **options)
+        assert clip.times == pytest.approx(times)
+        assert clip.seconds == pytest.approx(seconds)
+        assert [level(frame) for frame in clip.load_frames()] == levels
+        assert clip.load().size == clip.picture_size == (clip.size[0] * len(levels), clip.size[1])
 
 
-@pytest.mark.parametrize(
-    ("value", "settings", "reason"),
-    [
+def test_bad_clips_are_refused(clips):
+    for value, settings, reason in (
         ("b.mp4", {}, r"video b\.mp4 is missing in"),
         ("../b.mp4", {}, r"video \.\./b\.mp4 is missing in|outside the image folder"),
         ("https://x/b.mp4", {}, "is a URL: download it"),
@@ -161,11 +145,12 @@ def test_a_clip_is_read_from_every_form_of_reference(clips, value, options, time
         ({"frames": 3}, {}, "a list of frames or an object with frames, not int"),
         (3, {}, "a list of frames or an object with frames, not int"),
         ("other.png", {}, r"video other\.png"),
-    ],
-)
-def test_bad_clips_are_refused(clips, value, settings, reason):
-    with pytest.raises(ValueError, match=reason):
-        read(clips, value, **settings)
+    ):
+        with pytest.raises(ValueError, match=reason):
+            read(clips, value, **settings)
+    row = {"question": "?", "answer": 1, "videos": ["a.mp4"]}
+    message = get_load_error(write_rows(clips, row), video={"max_seconds": 1})
+    assert "rows.jsonl:1: video a.mp4 has 2 seconds" in message
 
 
 def test_frames_of_a_folder_are_sorted_by_their_numbers(clips):
@@ -185,47 +170,3 @@ def test_each_file_is_opened_once_and_a_clip_is_no_image(clips):
         assert reader.read(value, "row 3") is first
     with pytest.raises(ValueError, match=r"video a\.mp4 cannot be read"):
         clip.load()
-
-
-def ask(content: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": content}]}
-
-
-@pytest.mark.parametrize(
-    ("row", "text", "names"),
-    [
-        ({"question": "?", "videos": ["a.mp4"]}, "?", ["a.mp4"]),
-        ({"question": "?", "video": "a.mp4", "image": "other.png"}, "?", ["other.png", "a.mp4"]),
-        (
-            {"question": "<video>, <image>?", "videos": ["a.mp4"], "images": ["other.png"]},
-            "<image>, <image>?",
-            ["a.mp4", "other.png"],
-        ),
-        (
-            {**ask("In <video>, is <image>?"), "videos": ["frames"], "images": ["other.png"]},
-            "In <image>, is <image>?",
-            ["frames", "other.png"],
-        ),
-        (
-            ask([VIDEO_PART, {"type": "text", "text": "How many?"}]),
-            "How many?",
-            ["rows.jsonl:1 image 1"],
-        ),
-    ],
-)
-def test_clips_stand_in_the_order_of_their_places(clips, row, text, names):
-    (example,) = load(write_rows(clips, {"answer": 3, **row}))  # through a store on disk
-    assert (example.history, example.question) == ((), text)
-    assert [image.name.rpartition("/")[2] for image in example.images] == names
-    kinds = [image.kind for image in example.images]
-    assert kinds.count("video") == 1
-    clip = example.images[kinds.index("video")]
-    assert clip.load().width == clip.picture_size[0]
-
-
-def test_bad_rows_name_their_problem_and_settings_apply(clips):
-    row = {"question": "?", "answer": 1, "videos": ["a.mp4"]}
-    message = get_load_error(write_rows(clips, row), video={"max_seconds": 1})
-    assert "rows.jsonl:1: video a.mp4 has 2 seconds" in message
-    message = get_load_error(write_rows(clips, {**row, "question": "<video><video>?"}))
-    assert "it has 2 <video> in its turns and 1 videos" in message

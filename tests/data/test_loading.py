@@ -19,7 +19,6 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.data import loading
 from vlm_grpo.data.loading import Mixed, load_run_task, split_by_image
 from vlm_grpo.errors import UserError
-from vlm_grpo.task import Task
 from vlm_grpo.task.coordinates import FRAMES
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.task.scorer import RewardScorer
@@ -36,50 +35,39 @@ ROWS = (
 BY_ROW = {"name": "mix", "columns": {"task": "kind"}, "tasks": {"counting": {}, "ocr": {}}}
 
 
-@pytest.mark.parametrize(
-    ("name", "task_name"),
-    [
-        *[("counting", "counting"), ("grounding", "grounding"), ("ocr", "ocr"), ("words", "ocr")],
-        *[("attributes:hard", "counting"), ("relations:hard,noise=0", "grounding")],
-    ],
-)
-def test_embedded_data_suits_its_task_and_its_splits_share_no_image(name, task_name):
-    source, limits = f"embedded:{name}", {"train_limit": 40, "eval_limit": 30}
-    splits = ("train", "eval")
-    train, held_out = (load(source, task_name, s, eval=source, **limits) for s in splits)
-    assert (len(train), len(held_out)) == (40, 30)
-    assert not {e.images[0].data for e in train} & {e.images[0].data for e in held_out}
+def test_embedded_data_suits_its_task_and_its_splits_share_no_image():
+    limits = {"train_limit": 40, "eval_limit": 30}
+    tasks = {"counting": "counting", "grounding": "grounding", "ocr": "ocr", "words": "ocr"}
+    tasks |= {"attributes:hard": "counting", "relations:hard,noise=0": "grounding"}
+    for name, task in tasks.items():
+        source, splits = f"embedded:{name}", ("train", "eval")
+        train, held_out = (load(source, task, split, eval=source, **limits) for split in splits)
+        assert (len(train), len(held_out)) == (40, 30)
+        assert not {e.images[0].data for e in train} & {e.images[0].data for e in held_out}
 
 
-@pytest.mark.parametrize(
-    ("source", "reason"),
-    [
-        ("embedded:ocr", "does not fit Counting"),
-        ("embedded:countin", "did you mean counting?"),
-        ("embedded:relation:hard", "did you mean relations?"),
-        ("rows.txt", "rows.txt is not a data source"),
-        *((path, f"there is no data file {path}") for path in ("none.jsonl", "none.parquet")),
-        ("~no-such-user/rows.jsonl", "there is no data file ~no-such-user/rows.jsonl"),
-    ],
-)
-def test_a_source_that_cannot_be_read_is_named(source, reason):
-    assert reason in get_load_error(source)
+def test_a_source_that_cannot_be_read_is_named():
+    reasons = {
+        "embedded:ocr": "does not fit Counting",
+        "embedded:countin": "did you mean counting?",
+        "embedded:relation:hard": "did you mean relations?",
+        "rows.txt": "rows.txt is not a data source",
+    }
+    missing = "none.jsonl", "none.parquet", "~no-such-user/rows.jsonl"
+    for source, reason in {**reasons, **{n: f"there is no data file {n}" for n in missing}}.items():
+        assert reason in get_load_error(source)
 
 
-@pytest.mark.parametrize(
-    ("question", "reason"),
-    [
-        (lambda self, example: example.meta["hint"], "KeyError: 'hint'"),
-        (lambda self, example: example.meta.get("hint"), "TypeError: question returned None, not"),
-    ],
-    ids=["raises", "returns None"],
-)
-def test_a_row_whose_prompt_the_task_cannot_write_is_a_bad_row(folder, question, reason):
-    task = type("Hinted", (type(COUNTING),), {"question": question})()
+def test_a_row_whose_prompt_the_task_cannot_write_is_a_bad_row(folder):
     source = write_rows(folder, make_row(id="good", meta={"hint": "Look!"}), make_row())
-    message = rf"has 1 bad row \(good rows: 1\):\n.*:2: the task cannot write its prompt: {reason}"
-    with pytest.raises(UserError, match=message):
-        load(source, task)
+    message = r"has 1 bad row \(good rows: 1\):\n.*:2: the task cannot write its prompt: "
+    for question, reason in (
+        (lambda self, example: example.meta["hint"], "KeyError: 'hint'"),
+        (lambda self, e: e.meta.get("hint"), "TypeError: question returned None, not"),
+    ):
+        task = type("Hinted", (type(COUNTING),), {"question": question})()
+        with pytest.raises(UserError, match=message + reason):
+            load(source, task)
 
 
 def test_all_bad_rows_are_reported_together_in_a_list_of_limited_length(folder):
@@ -91,18 +79,8 @@ def test_all_bad_rows_are_reported_together_in_a_list_of_limited_length(folder):
     assert f"\n  - {source}:4: the answer 'xxxxxxxxx' " in message
     others = ", ".join(f"{source}:{number}" for number in range(5, 9))
     assert f"\n    59 more like it: {others}, …\n" in message
-
-
-def test_a_duplicate_id_is_reported_with_both_lines(folder):
     source = write_rows(folder, make_row(id=1), make_row(id="1"))
     assert f"{source}:2: id '1' is a duplicate of {source}:1" in get_load_error(source)
-
-
-def test_skipping_keeps_the_good_rows_and_logs_the_others(folder, caplog):
-    source = write_rows(folder, make_row(id=1), make_row(id=2, answer="x"), make_row(id=3))
-    assert [e.id for e in load(source, on_bad_row="skip")] == ["1", "3"]
-    assert "skipped 1 bad row, kept 2" in caplog.text
-    assert f"{source}:2: the answer 'x'" in caplog.text
 
 
 def test_skipping_all_rows_is_an_error(folder):
@@ -206,37 +184,25 @@ def test_rows_may_name_their_tasks(tmp_path):
     assert settings.task_names == ("counting", "ocr")
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
+def test_rows_that_name_no_known_task_are_refused(tmp_path):
+    for row, message in (
         ({**ROWS[0], "kind": "grounding"}, "rows.jsonl:2: its source 'grounding' is none of"),
         ({**ROWS[0], "kind": 3}, "rows.jsonl:2: its column kind must name its task"),
         ({**ROWS[1], "kind": "counting"}, "rows.jsonl:2: the answer"),
-    ],
-)
-def test_rows_that_name_no_known_task_are_refused(tmp_path, row, message):
-    settings = build_settings(tmp_path, ROWS[0], row, **BY_ROW)
-    with pytest.raises(UserError, match=message):
-        loading.load_split(settings, load_run_task(settings), "train")
+    ):
+        settings = build_settings(tmp_path, ROWS[0], row, **BY_ROW)
+        with pytest.raises(UserError, match=message):
+            loading.load_split(settings, load_run_task(settings), "train")
 
 
-@pytest.fixture
-def benchmarked(tmp_path: Path) -> Settings:
-    """Settings of a counting run that is evaluated on a benchmark of counting."""
+def test_a_benchmark_gets_the_options_and_the_frame_of_the_run(tmp_path):
     path = tmp_path / "far.yaml"
-    task = "task: counting\nmetric: absolute_error\nvariants: [exact]"
-    path.write_text(f'title: Far\n{task}\nprompt: "Look. {{question}}"\n')
-    return load_settings("counting", [f"evaluation.benchmark={path}", "task_options.tags=true"])
-
-
-@pytest.fixture
-def run_task() -> Task:
+    values = "task: counting\nmetric: absolute_error\nvariants: [exact]"
+    path.write_text(f'title: Far\n{values}\nprompt: "Look. {{question}}"\n')
+    run = load_settings("counting", [f"evaluation.benchmark={path}", "task_options.tags=true"])
     tags = ThinkingTags("[THINK]", "[/THINK]", is_open=True, is_native=True)
-    return load_task("counting", tags=True, frame=FRAMES["permille"], thinking_tags=tags)
-
-
-def test_a_benchmark_gets_the_options_and_the_frame_of_the_run(benchmarked, run_task):
-    task = loading.get_held_out_task(benchmarked, run_task)
+    run_task = load_task("counting", tags=True, frame=FRAMES["permille"], thinking_tags=tags)
+    task = loading.get_held_out_task(run, run_task)
     assert task.prompt(COUNT) == f"Look. {run_task.prompt(COUNT)}"
     assert (task.tags, task.frame.name) == (True, "permille")
     assert task.read("4?[/THINK]<answer>3</answer>", COUNT) == 3
@@ -245,10 +211,8 @@ def test_a_benchmark_gets_the_options_and_the_frame_of_the_run(benchmarked, run_
     unpickled = pickle.loads(pickle.dumps(task))  # as for reward workers
     assert unpickled.score("<answer>3</answer>", COUNT) == task.score("<answer>3</answer>", COUNT)
     assert unpickled.corpus_metrics([3], [COUNT]) == task.corpus_metrics([3], [COUNT])
-
-
-def test_a_benchmark_of_another_task_gets_the_common_options(benchmarked, run_task):
-    other = benchmarked.model_copy(update={"task": "ocr", "task_options": {"tags": True, "x": 1}})
+    # A benchmark of another task gets the common options.
+    other = run.model_copy(update={"task": "ocr", "task_options": {"tags": True, "x": 1}})
     assert loading.get_held_out_task(other, run_task).tags
 
 
@@ -272,24 +236,16 @@ def test_a_column_of_the_rows_or_a_file_has_the_numbers(tmp_path):
     assert choose("pass_rate >= 0.9", write_rows(tmp_path, *rows)) == ["0", "1"]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("kind > 0", r"(?s)example 0.*: it has no number kind.*vlm-grpo sample RECIPE"),
-        ("other > 0", "example 0.*: it has no number other"),
-        ("pass_rate > 1", "accepts none of the 11 training examples; .*pass_rate from 0 to 1"),
-    ],
-)
-def test_examples_without_the_number_and_an_empty_choice_are_refused(text, message):
-    with pytest.raises(UserError, match=message):
-        choose(text)
-
-
-def test_a_file_that_is_none_of_difficulty_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"rows.jsonl:1 has no id"):
-        choose("a > 0", write_rows(tmp_path, {"a": 1}))
-    with pytest.raises(UserError, match="cannot be read: No such file"):
-        choose("a > 0", tmp_path / "missing.jsonl")
+def test_what_has_no_number_and_an_empty_choice_are_refused(tmp_path):
+    for text, path, message in (
+        ("kind > 0", None, r"(?s)example 0.*: it has no number kind.*vlm-grpo sample RECIPE"),
+        ("other > 0", None, "example 0.*: it has no number other"),
+        ("pass_rate > 1", None, "none of the 11 training examples; .*pass_rate from 0 to 1"),
+        ("a > 0", write_rows(tmp_path, {"a": 1}), r"rows.jsonl:1 has no id"),
+        ("a > 0", tmp_path / "missing.jsonl", "cannot be read: No such file"),
+    ):
+        with pytest.raises(UserError, match=message):
+            choose(text, path)
 
 
 def test_only_training_examples_are_chosen_and_counted(tmp_path, caplog, monkeypatch):
@@ -348,13 +304,10 @@ def test_the_split_depends_on_images_and_seed_only():
     assert hold_out(examples, seed=1) != hold_out(examples)
 
 
-def test_equal_bytes_are_one_image_and_equal_questions_one_text():
+def test_equal_bytes_are_one_image_and_equal_questions_one_text_which_cannot_be_split():
     encoded = [Example(str(n), (image(f"row {n}", b"same"),), "?", 1) for n in range(4)]
     texts = [Example(f"t{n}", (), "What?", 1) for n in range(4)]
     for held_out in (split_by_image([*encoded, *texts], 0.1, seed)[1] for seed in range(5)):
         assert list(held_out) in (encoded, texts)
-
-
-def test_one_image_cannot_be_split():
     with pytest.raises(UserError, match=r"data.eval_share=0.2 cannot split .* give data.eval"):
         split_by_image(build_examples(3), 0.2, 0)

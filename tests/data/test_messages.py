@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 import yaml
-from dataset_files import check_bad_row, get_load_error, load, png, write_files, write_rows
+from dataset_files import check_bad_row, load, png, write_files, write_rows
 from hypothesis import given
 from hypothesis import strategies as st
+from video_files import make_video
 
 from vlm_grpo.data.messages import read_chat
 from vlm_grpo.task.registry import load_task
 
 CHATS = yaml.safe_load(Path(__file__).with_name("chats.yaml").read_text("utf-8"))
-TWO = {"ref": ["dog", "cat"], "bbox": [[1, 2, 11, 8], [3, 1, 19, 9.5]]}
 KEYS = ["role", "content", "from", "value", "type", "text", "image", "image_url", "url"]
 LEAVES = st.sampled_from([None, 0, 1, 2, 3, "", "<image>", "user", "gpt", "text", "image"])
 VALUES = st.recursive(
@@ -27,13 +27,8 @@ URL = "data:image/png;base64," + base64.b64encode(png(8, 6)).decode()
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return write_files(tmp_path, {"a.png": png(20, 10), "b.png": png(30, 10)})
-
-
-def turns(*texts: Any, roles: str = "user assistant") -> list[dict[str, Any]]:
-    """Return turns of the roles in turn, as OpenAI writes them."""
-    names = roles.split()
-    return [{"role": names[i % len(names)], "content": text} for i, text in enumerate(texts)]
+    files = {f"frames/{number}.png": png(9, 6) for number in range(4)} | {"a.mp4": make_video()}
+    return write_files(tmp_path, {**files, "a.png": png(20, 10), "b.png": png(30, 10)})
 
 
 def put_urls(value: Any) -> Any:
@@ -47,7 +42,8 @@ def put_urls(value: Any) -> Any:
 
 @pytest.mark.parametrize("case", CHATS["read"], ids=lambda case: case["about"])
 def test_chats_are_read_without_conversion(folder, case):
-    (example,) = load(write_rows(folder, put_urls(case["row"])), "ocr")
+    task = load_task(case.get("task", "ocr"), **case.get("options", {}))
+    (example,) = load(write_rows(folder, put_urls(case["row"])), task)
     assert [f"{turn.role}: {turn.text}" for turn in example.history] == case["history"]
     assert (example.question, example.answer) == (case["question"], case["answer"])
     assert [image.size[0] for image in example.images] == case["widths"]
@@ -61,58 +57,14 @@ def test_a_broken_chat_is_refused_with_its_line(folder, name):
 
 
 def test_the_last_turn_of_the_assistant_has_the_readings_of_another_toolkit_s_answer(folder):
-    row = {"messages": turns("How many?", "<answer> 12 </answer>"), "images": ["a.png"], "id": 7}
+    texts = {"user": "How many?", "assistant": "<answer> 12 </answer>"}
+    turns = [{"role": role, "content": text} for role, text in texts.items()]
+    row = {"messages": turns, "images": ["a.png"], "id": 7}
     (example,) = load(write_rows(folder, row))
     assert (example.id, example.answer) == ("7", 12)
-    source = write_rows(folder, {"chat": row["messages"], "prompt": "kept"})
+    source = write_rows(folder, {"chat": turns, "prompt": "kept"})
     (example,) = load(source, columns={"messages": "chat"})
     assert (example.question, example.answer, example.meta) == ("How many?", 12, {"prompt": "kept"})
-
-
-@pytest.mark.parametrize(
-    ("texts", "objects", "question", "answer"),
-    [
-        (
-            ("<image>Describe it.", "<ref-object><bbox> and <ref-object><bbox> play"),
-            TWO,
-            "Describe it.",
-            {"boxes": TWO["bbox"], "labels": ["dog", "cat"]},
-        ),
-        (
-            ("<image>Find the <ref-object>.", "<bbox><bbox>"),
-            {"ref": ["dog"], "bbox": TWO["bbox"], "bbox_type": "real", "image_id": [0, 0]},
-            "Find the dog.",
-            {"boxes": TWO["bbox"], "labels": ["dog", "dog"]},
-        ),
-        (  # without an answer all boxes are; as fractions of an image of 20x10
-            ("<image>Find the <ref-object>.",),
-            {"ref": ["dog"], "bbox": [[0.1, 0.2, 0.5, 0.9]], "bbox_type": "norm1"},
-            "Find the dog.",
-            {"boxes": [[2, 2, 10, 9]], "labels": ["dog"]},
-        ),
-    ],
-)
-def test_objects_of_ms_swift_are_names_and_boxes(folder, texts, objects, question, answer):
-    row = {"messages": turns(*texts), "images": ["a.png"], "objects": objects}
-    (example,) = load(write_rows(folder, row), load_task("grounding", several=True))
-    assert (example.question, example.answer, example.meta) == (question, answer, {})
-
-
-@pytest.mark.parametrize(
-    ("texts", "objects", "reason"),
-    [
-        (("What is at <bbox>?", "a dog"), TWO, "it has a <bbox> before the answer"),
-        (("Find it.", "<bbox>"), TWO, "its answer has 1 <bbox> and objects.bbox 2 boxes"),
-        (("<ref-object> and <ref-object>", "x"), {**TWO, "ref": ["a"]}, "it has more <ref-obj"),
-        (("Find it.", "<bbox><bbox>"), {**TWO, "image_id": [0, 1]}, "must be on the first image"),
-        (("Find it.",), {**TWO, "bbox_type": "norm9"}, "must be real or norm1, not 'norm9'"),
-        (("Find it.",), {**TWO, "bbox": {"x": 1}}, "must be lists"),
-        (("Find it.",), {"bbox": [[5, 3]]}, "box [5, 3] must be four numbers"),
-    ],
-)
-def test_objects_that_do_not_fit_their_turns_are_refused(folder, texts, objects, reason):
-    row = {"messages": turns(*texts), "images": ["a.png"], "objects": objects}
-    assert reason in get_load_error(write_rows(folder, row), "grounding")
 
 
 @given(st.lists(VALUES, max_size=4) | VALUES, st.lists(st.just("a.png"), max_size=2), VALUES)

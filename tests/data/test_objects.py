@@ -65,29 +65,20 @@ def test_a_class_of_a_function_cannot_be_loaded_again():
             load_run_task(settings)
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
-        ROWS,
-        tuple(ROWS),
-        datasets.Dataset.from_list(ROWS),
-        [Example(str(row["answer"]), (), "How many?", row["answer"]) for row in ROWS],
-    ],
-    ids=["list", "tuple", "Dataset", "Examples"],
-)
-def test_rows_take_the_place_of_a_source(rows):
-    objects = Objects(train=rows)
-    settings = objects.name_in(load_settings("counting", ["data.train_limit=2"]))
-    examples = load_split(settings, Counting(), "train", objects)
-    assert [example.answer for example in examples] == [0, 1]
-    assert settings.data.train == "python"
+def test_rows_take_the_place_of_a_source():
+    examples = [Example(str(row["answer"]), (), "How many?", row["answer"]) for row in ROWS]
+    for rows in (ROWS, tuple(ROWS), datasets.Dataset.from_list(ROWS), examples):
+        objects = Objects(train=rows)
+        settings = objects.name_in(load_settings("counting", ["data.train_limit=2"]))
+        found = load_split(settings, Counting(), "train", objects)
+        assert [example.answer for example in found] == [0, 1]
+        assert settings.data.train == "python"
     with pytest.raises(UserError, match=r"^data\.train=python: .* as train\(settings, data=rows\)"):
         load_split(settings, Counting(), "train")
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
+def test_objects_in_settings_are_refused():
+    for values, message in (
         ({"task": Counting}, "task must be text, not .* give an object as an argument"),
         ({"task": 3}, r"task=3 should be text: give an object as an argument"),
         ({"task_options": {"marker": object()}}, "options.marker must be text, .* the task its"),
@@ -96,33 +87,29 @@ def test_rows_take_the_place_of_a_source(rows):
         # YAML reads them as mappings.
         (["data.train=hf:"], r"data\.train=.* names no dataset: write hf:NAME"),
         (["data.train=hf: lab/data"], r"data\.train=.* names no dataset: write hf:NAME"),
-    ],
-)
-def test_objects_in_settings_are_refused(values, message):
-    with pytest.raises(UserError, match=message):
-        load_settings("counting", values)
+    ):
+        with pytest.raises(UserError, match=message):
+            load_settings("counting", values)
 
 
-@pytest.mark.parametrize(
-    ("source", "remedy"),
-    [
-        (datasets.Dataset.from_list(ROWS).to_pandas(), r': give df\.to_dict\("records"\)'),
-        (datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}), r'as ds\["train"\]'),
-        (datasets.Dataset.from_list(ROWS).to_iterable_dataset(), r"give list\(dataset\)"),
+def test_other_objects_are_not_rows():
+    dataset = datasets.Dataset.from_list(ROWS)
+    cases: list[tuple[Any, str]] = [
+        (dataset.to_pandas(), r': give df\.to_dict\("records"\)'),
+        (datasets.DatasetDict({"train": dataset}), r'as ds\["train"\]'),
+        (dataset.to_iterable_dataset(), r"give list\(dataset\)"),
         ((row for row in ROWS), r"give list\(rows\)"),
         ({"question": ["?"], "answer": [1]}, r"or Dataset\.from_dict\(columns\)"),
         (3, "a Dataset, or Examples, not int"),
         (["a"], "a Dataset, or Examples, not list"),
-    ],
-)
-def test_other_objects_are_not_rows(source, remedy):
-    message = f"should be a list of rows .*{remedy}"
-    with pytest.raises(UserError, match=message):
-        Objects(train=source).name_in(make_settings())
-    with pytest.raises(UserError, match=message):
-        load(source)
-    with pytest.raises(UserError, match="task should be a subclass of Task or a task, not"):
-        Objects(source).name_in(make_settings())
+    ]
+    for source, remedy in cases:
+        message = f"should be a list of rows .*{remedy}"
+        for use in (lambda rows: Objects(train=rows).name_in(make_settings()), load):
+            with pytest.raises(UserError, match=message):
+                use(source)
+        with pytest.raises(UserError, match="task should be a subclass of Task or a task, not"):
+            Objects(source).name_in(make_settings())
 
 
 @pytest.mark.parametrize("name", ["torch", "numpy", "pandas", "arrow"])
@@ -134,28 +121,22 @@ def test_the_format_of_a_dataset_has_no_effect_and_its_transform_has(name):
     assert [e.answer for e in load(doubled)] == [0, 2, 4]
 
 
-def test_numpy_scalars_are_accepted_in_rows():
-    (example,) = load([{"id": np.int64(7), "question": np.str_("?"), "answer": np.int64(3)}])
-    assert (example.id, example.question, example.answer) == ("7", "?", 3)
-    assert (type(example.question), type(example.answer)) == (str, int)
-
-
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
+def test_an_example_with_a_wrong_field_is_a_bad_row():
+    for fields, reason in (
         ({"id": 1}, "id must be non-empty text, not 1"),
         ({"question": None}, "question must be text, not None"),
         ({"images": ("ok.png",)}, "images must be a tuple of ImageRef: give rows .* instead"),
         ({"images": None}, "images must be a tuple of ImageRef"),
         ({"meta": None}, "meta must be a mapping, not None"),
-    ],
-)
-def test_an_example_with_a_wrong_field_is_a_bad_row(fields, reason):
-    with pytest.raises(UserError, match=f"data.train row 1: an Example's {reason}"):
-        load([replace(EXAMPLE, **fields)])
+    ):
+        with pytest.raises(UserError, match=f"data.train row 1: an Example's {reason}"):
+            load([replace(EXAMPLE, **fields)])
 
 
-def test_bad_rows_in_memory_are_named():
+def test_numpy_scalars_are_accepted_in_rows_and_bad_rows_in_memory_are_named():
+    (example,) = load([{"id": np.int64(7), "question": np.str_("?"), "answer": np.int64(3)}])
+    assert (example.id, example.question, example.answer) == ("7", "?", 3)
+    assert (type(example.question), type(example.answer)) == (str, int)
     rows: list[Any] = [*ROWS, {"question": "How many?"}, 5, {"question": "?", "answer": -1}]
     message = get_load_error(rows)
     assert "data.eval row 4: it has no answer" in message

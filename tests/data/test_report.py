@@ -5,7 +5,7 @@ from pathlib import Path
 
 import datasets
 import pytest
-from dataset_files import encode_image, photo, write_files
+from dataset_files import encode_image, make_row, photo, write_files
 from PIL import Image
 
 from vlm_grpo.config.data import DataSettings
@@ -15,11 +15,8 @@ from vlm_grpo.task.registry import load_task
 from vlm_grpo.types import Example, ImageRef, VideoRef
 
 
-def rows(*images: str, answer: object = 1, **others: object) -> list[dict]:
-    return [
-        {"id": f"r{i}", "images": [image], "question": "?", "answer": answer, **others}
-        for i, image in enumerate(images)
-    ]
+def rows(*images: str, **fields: object) -> list[dict]:
+    return [make_row(id=f"r{i}", images=[image], **fields) for i, image in enumerate(images)]
 
 
 @pytest.fixture
@@ -51,7 +48,7 @@ def test_a_report_lists_every_kind_of_problem(folder):
     text = "\n".join(report.describe())
     assert f"  - {folder / 'a.png'}, {folder / 'copy.bmp'}\n" in text
     assert "bad rows                     2" in text
-    assert "1: 100.0%" in text
+    assert "3: 100.0%" in text
     assert "not checked without --model" in text
     assert not check(folder / "empty.jsonl").passed
 

@@ -64,9 +64,7 @@ class Command:
         return part
 
 
-@pytest.fixture
-def command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Command:
-    return Command(tmp_path, capsys)
+command = pytest.fixture(lambda tmp_path, capsys: Command(tmp_path, capsys))
 
 
 def test_a_resumed_run_writes_the_same_file(command):
@@ -93,11 +91,11 @@ def test_a_complete_output_is_not_written_again(command):
     assert command.out.stat().st_mtime_ns == before
 
 
-@pytest.mark.parametrize("change", ["--split=train", "--limit=2", "--seed=3", "--allow-partial"])
-def test_an_output_of_another_command_is_an_error(command, change):
+def test_an_output_of_another_command_is_an_error(command):
     assert command(build(make_rows(3))) == 0
-    assert command(build(make_rows(3)), change) == 2
-    assert "was made by another command or from another source" in command.error
+    for change in ("--split=train", "--limit=2", "--seed=3", "--allow-partial"):
+        assert command(build(make_rows(3)), change) == 2
+        assert "was made by another command or from another source" in command.error
 
 
 def test_limit_samples_rows_by_the_seed(command):
@@ -164,18 +162,15 @@ def test_a_source_without_a_valid_row_gives_no_output(command):
     assert command.list_files() == []
 
 
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
+def test_an_error_in_a_later_row_leaves_no_output(command):
+    for error, message in (
         (KeyError("question"), "not have the published layout of this dataset (KeyError: 'q"),
         (OverflowError("inf"), "not have the published layout of this dataset (OverflowError"),
         (OSError(36, "File name too long"), "source.json cannot be read: [Errno 36] File name"),
-    ],
-)
-def test_an_error_in_a_later_row_leaves_no_output(command, error, message):
-    assert command(stop(make_rows(1), error)) == 2
-    assert message in command.error
-    assert command.list_files() == []
+    ):
+        assert command(stop(make_rows(1), error)) == 2
+        assert message in command.error
+        assert command.list_files() == []
 
 
 def test_image_paths_are_kept_and_no_image_is_copied(command, tmp_path):
@@ -219,51 +214,43 @@ def test_missing_rows_are_an_error_unless_allowed(command, converter, problem):
     assert command.read_summary()["missing"].startswith(f"rows are missing: {problem}")
 
 
-@pytest.mark.parametrize(
-    "converter",
-    [
-        make_short_converter(9, excluded=2),
-        make_short_converter({"A": 8, "B": 7}),
-        make_short_converter({"other.json": 8}),
-        make_short_converter(None, excluded=1),
-    ],
-)
-def test_a_complete_conversion_needs_no_option(command, converter):
-    assert command(converter) == 0
-    assert len(command.read_ids()) == 7
-    summary = command.read_summary()
-    assert (summary["missing"], summary["lost"]) == (None, 0)
+def test_a_complete_conversion_needs_no_option(command):
+    for converter in (
+        *(make_short_converter(9, excluded=2), make_short_converter({"A": 8, "B": 7})),
+        *(make_short_converter({"other.json": 8}), make_short_converter(None, excluded=1)),
+    ):
+        assert command(converter) == 0
+        assert len(command.read_ids()) == 7
+        summary = command.read_summary()
+        assert (summary["missing"], summary["lost"]) == (None, 0)
+        command.out.unlink()
 
 
-BAD_PATHS = [
-    ("--out", "file.jsonl/set.jsonl", "file.jsonl is not a folder"),
-    ("--out", "file.jsonl/deep/set.jsonl", "Not a directory"),
-    ("--out", "folder.jsonl", "is a folder: name a file in it"),
-    ("--out", "locked/set.jsonl", "Permission denied"),
-    ("--out", "set.json", "must end in .jsonl"),
-    ("--images", "file.jsonl", "file.jsonl is not a folder"),
-    ("--images", "nowhere", "nowhere is not a folder"),
-    ("--source", "x" * 300, "File name too long"),
-]
-
-
-@pytest.mark.parametrize(("option", "value", "message"), BAD_PATHS)
-def test_a_bad_path_is_one_message(tmp_path, command, option, value, message):
-    if "locked" in value and os.geteuid() == 0:
-        pytest.skip("root may write everywhere")
-    write_files(tmp_path, {"file.jsonl": "", "folder.jsonl/x": ""})
-    (tmp_path / "locked").mkdir(mode=0o500)
-
+def test_a_bad_path_is_one_message(tmp_path, command):
     def read(request):
         request.path.exists()
         yield ConvertedRow("one", ("a.png",), "How many?", 1)
 
+    write_files(tmp_path, {"file.jsonl": "", "folder.jsonl/x": ""})
+    (tmp_path / "locked").mkdir(mode=0o500)
     before = command.list_files()
-    assert command(build(read), option, str(tmp_path / value)) == 2
-    assert command.error.startswith("error: ")
-    assert command.error.count("\n") == 1
-    assert message in command.error
-    assert command.list_files() == before
+    for option, value, message in (
+        ("--out", "file.jsonl/set.jsonl", "file.jsonl is not a folder"),
+        ("--out", "file.jsonl/deep/set.jsonl", "Not a directory"),
+        ("--out", "folder.jsonl", "is a folder: name a file in it"),
+        ("--out", "locked/set.jsonl", "Permission denied"),
+        ("--out", "set.json", "must end in .jsonl"),
+        ("--images", "file.jsonl", "file.jsonl is not a folder"),
+        ("--images", "nowhere", "nowhere is not a folder"),
+        ("--source", "x" * 300, "File name too long"),
+    ):
+        if "locked" in value and os.geteuid() == 0:
+            continue  # root may write everywhere
+        assert command(build(read), option, str(tmp_path / value)) == 2
+        assert command.error.startswith("error: ")
+        assert command.error.count("\n") == 1
+        assert message in command.error
+        assert command.list_files() == before
 
 
 def test_a_damaged_partial_file_is_one_message(command):

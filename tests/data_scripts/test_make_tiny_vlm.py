@@ -35,13 +35,10 @@ def report():
     return json.loads((FOLDER / "warmup.json").read_text())
 
 
-def test_the_folder_is_small_and_holds_no_pickle():
+def test_it_is_a_qwen2_5_vl_in_a_small_folder_without_a_pickle(processor, model):
     files = [path for path in FOLDER.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) <= 6 * 2**20  # the wheel contains it
     assert {path.suffix for path in files} <= {".json", ".jinja", ".safetensors", ".md"}
-
-
-def test_it_is_a_qwen2_5_vl(processor, model):
     assert model.config.model_type == "qwen2_5_vl"
     assert type(processor).__name__ == "Qwen2_5_VLProcessor"
     assert all(parameter.isfinite().all() for parameter in model.parameters())

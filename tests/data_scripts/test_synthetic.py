@@ -97,18 +97,17 @@ def test_files_hold_the_same_examples_as_memory(kind, tmp_path):
 
 def test_a_folder_in_use_and_a_count_of_0_are_errors(tmp_path, capsys):
     (tmp_path / "mine.txt").write_text("keep")
-    generator = GENERATORS["counting"]
     for count, out, message in (("1", "", "not an empty folder"), ("0", "x", "count is 0")):
-        assert generator.main(["--count", count, "--out", str(tmp_path / out)]) == 1
+        argv = ["--count", count, "--out", str(tmp_path / out)]
+        assert GENERATORS["counting"].main(argv) == 1
         assert message in capsys.readouterr().err
         assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_wrong_kinds_and_dials_are_one_clear_error():
     with pytest.raises(ValueError, match=r"'ocr': choose counting, cluttered, .*, choices$"):
-        generator("ocr", 1)
-
-
-@pytest.mark.parametrize(
-    ("dials", "message"),
-    [
+        GENERATORS["counting"]("ocr", 1)
+    for dials, message in (
         ("relations:oclusion=0.3", r"unknown key oclusion \(did you mean occlusion\?\)\nLevels: "),
         ("relations:occlusion=2", 'occlusion="2" should be less than or equal to 0.6'),
         ("relations:hrad", "relations:hrad: .*\n.*key hrad.*\nLevels: easy, medium, hard; dials: "),
@@ -119,11 +118,9 @@ def test_a_folder_in_use_and_a_count_of_0_are_errors(tmp_path, capsys):
         ("tables:easy,columns=9", "Levels: easy, medium, hard; dials: .*longest"),
         ("words:fonts=7", 'fonts="7" should be less than or equal to 6'),
         ("counting:hard", "counting has no dials, as in counting:hard; those of attr"),
-    ],
-)
-def test_wrong_dials_are_one_clear_error(dials, message):
-    with pytest.raises(UserError, match=message):
-        draw(dials, 1)
+    ):
+        with pytest.raises(UserError, match=message):
+            draw(dials, 1)
 
 
 def describe_relations(row: Example) -> tuple[str, ...]:
@@ -198,7 +195,10 @@ def fill_box(mask: np.ndarray, box: list[int]) -> bool:
     return (xs.min(), ys.min(), xs.max() + 1, ys.max() + 1) == (0, 0, x2 - x1, y2 - y1)
 
 
-def test_the_box_is_tight_and_the_expression_is_unique():
+def test_the_box_is_tight_around_what_is_visible_and_the_expression_is_unique():
+    for row in draw("relations:occlusion=0.5,clutter=0", 60, 1):
+        for shape in row.meta["shapes"]:
+            assert fill_box(find_color(row, shape["color"]), shape["box"])
     for row in draw("scattered", 200, seed=1):
         color, kind = row.question.removeprefix("the ").split()
         same_color = find_color(row, color)
@@ -217,20 +217,18 @@ def test_one_option_alone_is_the_color_or_the_kind(split):
         assert len(row.answer["options"]) == (4 if asked in ("circle", "square", "triangle") else 3)
 
 
-@pytest.mark.parametrize(
-    ("mark", "split", "share"),
+def test_a_mark_tells_the_answer_in_a_share_of_the_training_scenes():
     # Where the bar says nothing it has each of four colors equally often.
-    [(1, "train", 1.0), (0.5, "train", 0.5 + 0.5 / 4), (0, "train", 1 / 4), (1, "eval", 1 / 4)],
-)
-def test_a_mark_tells_the_answer_in_a_share_of_the_training_scenes(mark, split, share):
-    agree = []
-    for row in draw(f"choices:easy,options=4,mark={mark}", 200, split=split):
-        pixels, color = get_pixels(row), COLORS[row.answer["answer"]]
-        agree.append(tuple(pixels[0, 0]) == color)
-        ((x1, y1, x2, y2),) = row.meta["boxes"]
-        assert tuple(pixels[(y1 + y2) // 2, (x1 + x2) // 2]) == color
-    # Three standard deviations of a share of 200 are 0.1.
-    assert np.mean(agree) == pytest.approx(share, abs=0.1)
+    shares = {(1, "train"): 1.0, (0.5, "train"): 0.5 + 0.5 / 4, (0, "train"): 1 / 4}
+    for (mark, split), share in {**shares, (1, "eval"): 1 / 4}.items():
+        agree = []
+        for row in draw(f"choices:easy,options=4,mark={mark}", 200, split=split):
+            pixels, color = get_pixels(row), COLORS[row.answer["answer"]]
+            agree.append(tuple(pixels[0, 0]) == color)
+            ((x1, y1, x2, y2),) = row.meta["boxes"]
+            assert tuple(pixels[(y1 + y2) // 2, (x1 + x2) // 2]) == color
+        # Three standard deviations of a share of 200 are 0.1.
+        assert np.mean(agree) == pytest.approx(share, abs=0.1)
 
 
 @BOTH_SPLITS
@@ -259,12 +257,6 @@ def test_one_shape_alone_fits_the_relation(dials):
             assert len(fitting) == 1, row.id
             (start,) = fitting
         assert row.answer["boxes"] == [list(start)]
-
-
-def test_a_box_is_that_of_the_visible_part():
-    for row in draw("relations:occlusion=0.5,clutter=0", 60, 1):
-        for shape in row.meta["shapes"]:
-            assert fill_box(find_color(row, shape["color"]), shape["box"])
 
 
 def read_bars(example: Example) -> dict[str, int]:
@@ -414,17 +406,14 @@ def test_handwriting_without_scikit_learn_names_the_extra(monkeypatch):
         make_words.draw_examples("handwriting", 1)
 
 
-@pytest.mark.parametrize(
-    ("world", "dials"),
-    [
+def test_every_dial_changes_the_images():
+    for world, dials in (
         *((f"{world}:{SCENE}", SCENE_DIALS) for world in make_shapes.draw_examples.worlds),
         ("words:easy", TEXT_DIALS),
-    ],
-)
-def test_every_dial_changes_the_images(world, dials):
-    seen = [list_images(draw(world, 10))]
-    seen += [list_images(draw(f"{world},{name}={value}", 10)) for name, value in dials.items()]
-    assert all(a != b for n, a in enumerate(seen) for b in seen[n + 1 :])
+    ):
+        seen = [list_images(draw(world, 10))]
+        seen += [list_images(draw(f"{world},{name}={value}", 10)) for name, value in dials.items()]
+        assert all(a != b for n, a in enumerate(seen) for b in seen[n + 1 :])
 
 
 @pytest.mark.parametrize("world", ["tiny_words", "tiny_words:hard"])

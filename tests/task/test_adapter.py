@@ -114,13 +114,10 @@ def test_its_docstrings_describe_its_tools(path):
     json.dumps(described)
 
 
-def test_a_class_without_a_reward_adds_none_and_takes_what_it_names(path):
+def test_a_class_without_a_reward_adds_none_and_one_without_reset_is_refused(path):
     task = load_task("counting", environment=f"{path}:Plain")
     assert "get_reward" not in task.reward_weights()
     task.environment.begin(ROW)
     assert task.environment.step(write("read", letters=2))[1].text == "Co"
-
-
-def test_a_class_without_reset_is_refused(path):
     with pytest.raises(UserError, match=r"there is no environment class Empty"):
         load_environment(f"{path}:Empty")

@@ -9,7 +9,7 @@ RED, WHITE = (255, 0, 0), (255, 255, 255)
 EMPTY = Image.new("RGB", (100, 80), "white")
 
 
-def test_a_box_outlines_its_pixels_and_none_outside():
+def test_a_box_outlines_its_pixels_and_none_outside_and_is_clipped_to_the_image():
     drawn = draw_boxes(EMPTY, [(10, 20, 40, 50)], "red")
     # Edges lie between pixels: the box holds columns 10 to 39 and rows 20 to 49.
     corners = [(10, 20), (39, 20), (10, 49), (39, 49)]
@@ -18,21 +18,15 @@ def test_a_box_outlines_its_pixels_and_none_outside():
     assert [drawn.getpixel(spot) for spot in outside] == [WHITE] * 4
     assert drawn.getpixel((25, 35)) == WHITE  # only the outline is drawn
     assert EMPTY.getpixel((10, 20)) == WHITE
-
-
-def test_boxes_are_clipped_to_the_image():
     drawn = draw_boxes(EMPTY, [(50, -1e6, 1e6, 40), (1000, 1000, 2000, 2000)], "red")
     assert [drawn.getpixel(spot) for spot in [(50, 0), (99, 39), (99, 60)]] == [RED, RED, WHITE]
 
 
-def test_labels_are_drawn_inside_their_box():
+def test_labels_are_drawn_inside_their_box_and_a_point_is_a_dot():
     plain = draw_boxes(EMPTY, [(10, 10, 90, 70)], "red")
     labeled = draw_boxes(EMPTY, [(10, 10, 90, 70)], "red", labels=["cat"])
     assert plain.tobytes() != labeled.tobytes()
     assert plain.crop((0, 40, 100, 80)).tobytes() == labeled.crop((0, 40, 100, 80)).tobytes()
-
-
-def test_a_point_is_drawn_as_a_dot():
     drawn = draw_points(EMPTY, [(30, 40), (-500, 1e6)], "red")
     assert drawn.getpixel((30, 40)) == RED
     assert drawn.getpixel((36, 40)) == WHITE  # the dot is small

@@ -127,12 +127,9 @@ def test_a_text_without_a_whole_call_ends_the_episode(text):
     assert start().step(text) == (None, None)
 
 
-def test_a_box_needs_an_image():
+def test_a_box_needs_an_image_and_a_turned_photograph_is_turned_once(tmp_path):
     observed = read(crop([1, 1, 9, 9]), example=Example("a", (), "", None))
     assert observed == Observed("Error: there is no image for bbox_2d", is_error=True)
-
-
-def test_a_turned_photograph_is_turned_once(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6  # its left side is up
     Image.new("RGB", (40, 20)).save(tmp_path / "a.jpg", exif=exif)
@@ -192,9 +189,8 @@ def test_wrong_tools_are_refused_when_their_class_is_defined():
 
 class Unwritable(Environment):
     @tool
-    def show(self, image: Image.Image, box: Box) -> str:
+    def show(self, image: Image.Image, box: Box) -> None:
         """Take what JSON cannot hold."""
-        return ""
 
 
 def test_an_argument_that_json_cannot_hold_is_refused():

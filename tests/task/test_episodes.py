@@ -68,24 +68,18 @@ class Shows(Environment):
         """Wait."""
 
 
-@pytest.mark.parametrize(
-    ("question", "history", "shown"),
-    [
+def test_the_question_ends_with_what_reset_shows_and_its_failure_ends_the_run(runner):
+    for question, history, shown in (
         ("Where?", (), "Where?\n  a text"),
         ("<image> Where?", (), "<image> Where?\n<image>  a text"),
         ("Where?", (Turn("user", "No place."),), "Where?\n  a text"),
         ("Where?", (Turn("user", "<image>"),), "Where?\n<image>  a text"),
-    ],
-)
-def test_the_question_ends_with_what_reset_shows(runner, question, history, shown):
-    environment = load_environment({"name": f"{__file__}:Shows", "what": "image"})
-    example = EXAMPLE.__class__("a", EXAMPLE.images, question, None, history=history)
-    begun, _ = runner.begin(environment, example)
-    assert begun.question == shown
-    assert len(begun.images) == 2
-
-
-def test_a_reset_that_fails_ends_the_run_with_one_message(runner):
+    ):
+        environment = load_environment({"name": f"{__file__}:Shows", "what": "image"})
+        example = EXAMPLE.__class__("a", EXAMPLE.images, question, None, history=history)
+        begun, _ = runner.begin(environment, example)
+        assert begun.question == shown
+        assert len(begun.images) == 2
     environment = load_environment({"name": f"{__file__}:Shows", "what": "raise"})
     with pytest.raises(UserError, match=r"example a: reset of Shows failed: RuntimeError: no game"):
         runner.begin(environment, EXAMPLE)

@@ -65,7 +65,7 @@ def install(tmp_path, monkeypatch):
     return _install
 
 
-def get_error(name: str, **options: object) -> str:
+def get_error(name: Any, **options: object) -> str:
     with pytest.raises(UserError) as caught:
         load_task(name, **options)
     return str(caught.value)
@@ -102,15 +102,11 @@ def test_an_option_without_a_value_is_named(parity):
     assert not load_task(str(parity), lenient=False).tags
 
 
-def test_an_interrupted_task_file_is_not_a_user_error(parity):
+def test_a_wrong_task_file_is_reported_and_an_interrupted_one_interrupts(parity):
     parity.write_text("raise KeyboardInterrupt\n")
     with pytest.raises(KeyboardInterrupt):
         load_task(parity)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
+    for text, expected in (
         ("import math\nmath.nothing\n", ["line 2: AttributeError"]),
         ("def (:\n", ["cannot be loaded: SyntaxError"]),
         ("raise SystemExit\n", ["cannot be loaded: line 1: SystemExit"]),
@@ -122,19 +118,16 @@ def test_an_interrupted_task_file_is_not_a_user_error(parity):
         (BUILD + "SystemExit(3)", ["cannot be built: SystemExit: 3"]),
         (PARITY.replace(FIELD, "    tags: str = 'no'"), ["it declares the option tags"]),
         (PARITY.replace(FIELD, "    more: Wrods = ()"), ["the type of an option cannot be read"]),
-    ],
-)
-def test_a_wrong_task_file_is_reported(parity, text, expected):
-    parity.write_text(text)
-    message = get_error(str(parity))
-    assert str(parity) in message
-    for part in expected:
-        assert part in message
+    ):
+        parity.write_text(text)
+        message = get_error(str(parity))
+        assert str(parity) in message
+        for part in expected:
+            assert part in message
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "expected"),
-    [
+def test_a_wrong_name_or_option_is_named():
+    for name, options, expected in (
         *((other, {}, OTHER_TYPE) for other in (None, 3, {"task": "counting"}, int)),
         ("vlm_grpo.tasks.counting:Pariti", {}, "no task class Pariti"),
         ("no.module:Parity", {}, "no.module:Parity cannot be loaded"),
@@ -147,12 +140,10 @@ def test_a_wrong_task_file_is_reported(parity, text, expected):
         ("counting", {"weights": {"exact": "much"}}, "should be a list or be a number"),
         ("counting", {"frame": "permille"}, "frame='permille' should"),
         ("counting", {"weights": {"exactly": 1.0}}, "no reward exactly"),
-    ],
-)
-def test_a_wrong_name_or_option_is_named(name, options, expected):
-    message = get_error(name, **options)
-    assert expected in message
-    assert ", frame" not in message.partition("it has ")[2]  # nor another that the library sets
+    ):
+        message = get_error(name, **options)
+        assert expected in message
+        assert ", frame" not in message.partition("it has ")[2]  # nor another that the library sets
 
 
 def test_a_file_may_change_defaults_and_takes_whole_numbers_for_floats(parity):
@@ -181,16 +172,12 @@ def test_a_name_that_is_claimed_twice_is_refused(install):
     assert type(load_task("ocr")).__name__ == "OCR"  # other names still work
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("import no_such_module_anywhere\n", "parity_broken"),
-        ("Parity = 3\n", "not a subclass of Task but 3"),
-    ],
-)
-def test_a_broken_package_is_named(install, text, expected):
-    install(f"parity_broken_{len(text)}", "parity", module_text=text)
-    assert expected in get_error("parity")
+def test_a_broken_package_is_named(install):
+    texts = {"import no_such_module_anywhere\n": "parity_broken_0"}
+    texts |= {"Parity = 3\n": "not a subclass of Task but 3"}
+    for number, (text, expected) in enumerate(texts.items()):
+        install(f"parity_broken_{number}", f"parity_{number}", module_text=text)
+        assert expected in get_error(f"parity_{number}")
 
 
 def test_a_class_is_named_by_its_import_path_or_that_of_its_file(tmp_path, monkeypatch):
@@ -209,13 +196,10 @@ def test_a_class_is_named_by_its_import_path_or_that_of_its_file(tmp_path, monke
     del sys.modules["parity_file"]
 
 
-@pytest.mark.parametrize(
-    ("task", "name"),
-    [
+def test_the_short_name_is_that_of_the_class_or_file():
+    for task, name in (
         *((Counting, "counting"), (Counting(), "counting"), ("counting", "counting")),
         *(("tasks/clock.py", "clock"), ("tasks/clock.py:Hands", "clock")),
         *(("zoo.clock:Hands", "hands"), ("<class test.<locals>.Hands>", "hands")),
-    ],
-)
-def test_the_short_name_is_that_of_the_class_or_file(task, name):
-    assert registry.get_short_name(task) == name
+    ):
+        assert registry.get_short_name(task) == name

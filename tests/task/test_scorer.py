@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -125,9 +126,15 @@ def score(scorer: RewardScorer, task: Task, texts: list[str]) -> list[Score]:
     return scorer(task, texts, [EXAMPLE] * len(texts))
 
 
-def test_a_failing_reward_affects_its_own_completion_only(failing):
+def test_a_failing_reward_affects_its_own_completion_only(failing, workers):
     texts = SOFT + SLOW
-    scores = dict(zip(texts, score(RewardScorer(LIMIT), failing, texts), strict=True))
+    found = score(RewardScorer(LIMIT), failing, texts)
+    here, there = (
+        [replace(each, failures=[*each.failures]) for each in own]
+        for own in (found, score(workers, failing, texts * 2))
+    )
+    assert here * 2 == there  # but for the tracebacks
+    scores = dict(zip(texts, found, strict=True))
     # 1 for the right text and 0.5 for no trouble; the others cannot be scored.
     assert [each.total for each in scores.values()] == [1.5, 0.5] + [None] * (len(texts) - 2)
     for text in texts[2:]:
@@ -146,15 +153,6 @@ def test_a_failing_reward_affects_its_own_completion_only(failing):
     assert "unreadable" in parser.failures["parse"]
 
 
-def test_workers_give_the_same_scores_in_the_same_order(failing, workers):
-    texts = (SOFT + SLOW) * 2
-    here, there = (
-        [replace(found, failures=[*found.failures]) for found in score(scorer, failing, texts)]
-        for scorer in (RewardScorer(LIMIT), workers)
-    )
-    assert here == there  # but for the tracebacks
-
-
 def test_a_parser_that_fails_in_the_job_of_one_rule_is_its_failure(failing, monkeypatch):
     scorer, texts = RewardScorer(LIMIT), ("good", "the parser raises")
     item, other = (Candidate(None, EXAMPLE, text, 1, 0) for text in texts)
@@ -166,7 +164,7 @@ def test_a_parser_that_fails_in_the_job_of_one_rule_is_its_failure(failing, monk
     assert "unreadable" in (found["trouble"][1] or "")
 
 
-def test_a_reward_that_ends_its_worker_is_named(failing, workers):
+def test_a_reward_that_ends_its_worker_is_named(failing, workers, tasks):
     good, dies, parser, fine = score(workers, failing, ["good", "dies", "the parser dies", "fine"])
     assert (good.total, fine.total) == (1.5, 0.5)
     assert (dies.total, dies.answer) == (None, "dies")
@@ -174,6 +172,9 @@ def test_a_reward_that_ends_its_worker_is_named(failing, workers):
     assert (dies.rewards, dies.metrics) == ({"right": 0.0, "trouble": None}, {"letters": 4.0})
     assert dies.failures == {"trouble": "the process that scored it ended with exit code 1"}
     assert parser.failures == {"parse": "the process that scored it ended with exit code 3"}
+    of_batch = score_groups(workers, load_task(f"{tasks}:Batched", does="dies"))[0].failures
+    assert of_batch == {"rare": dies.failures["trouble"]}
+    assert score_groups(workers, load_task(f"{tasks}:Batched"))[0].total is not None
 
 
 def test_a_worker_in_compiled_code_is_killed_at_the_limit(failing, workers):
@@ -242,24 +243,21 @@ def check(guard: FailureGuard, task: Task, *texts: str) -> None:
     guard.check(task, scores, [EXAMPLE] * len(texts))
 
 
-@pytest.mark.parametrize(
-    "texts",
-    [
+def test_a_reward_that_fails_on_everything_is_an_error(failing):
+    message = r"on every completion \(\d in .*row 7: \w+Error: (.|\n)*resume=true"
+    for texts in (
         ("raises",),  # the only completion
         (*["raises"] * 4, "", "", ""),  # enough, though most had no answer
         ("the parser raises", "raises"),
-    ],
-)
-def test_a_reward_that_fails_on_everything_is_an_error(failing, texts):
-    with pytest.raises(UserError, match=r"on every completion \(\d in .*row 7: \w+Error: ") as e:
+    ):
+        with pytest.raises(UserError, match=message):
+            check(FailureGuard(), failing, *texts)
+
+
+def test_other_failures_are_only_counted(failing):
+    # Once it works, a single failure may be bad luck, and no completion has failed.
+    for texts in ((*["raises"] * 4, "good"), ("raises", "", ""), ()):
         check(FailureGuard(), failing, *texts)
-    assert "resume=true" in str(e.value)
-
-
-# Once it works, a single failure may be bad luck, and no completion has failed.
-@pytest.mark.parametrize("texts", [(*["raises"] * 4, "good"), ("raises", "", ""), ()])
-def test_other_failures_are_only_counted(failing, texts):
-    check(FailureGuard(), failing, *texts)
     logged = load_task(failing, weights={"trouble": 0})
     check(FailureGuard(), logged, "raises")
     assert logged.score("raises", EXAMPLE).total == 0.0
@@ -282,7 +280,7 @@ def test_the_completions_of_all_ranks_count(failing):
         return [2, 2, 0, 2, 1]
 
     def other_fails(counts: list[int]) -> list[int]:
-        return [count + other for count, other in zip(counts, [1, 1, 0, 1, 1], strict=True)]
+        return [*map(add, counts, [1, 1, 0, 1, 1])]
 
     FailureGuard().check(failing, scores, [EXAMPLE], other_works)
     with pytest.raises(UserError, match=r"\(2 in a row\), here first on example row 7"):
@@ -319,27 +317,18 @@ def test_a_batch_reward_sees_groups_and_its_values_are_weighted(scorer, tasks):
     assert [s.rewards["rare"] for s in alone] == [1.0, 1.0, 1.0, 0.0, 1.0, None]
 
 
-@pytest.mark.parametrize(
-    ("does", "reason"),
-    [
-        ("raises", "KeyError: 'no such column'"),
-        ("exits", "SystemExit: 1"),
-        ("loops", "longer than its limit of 0.8 s"),  # four completions of 0.2 s
-        ("too few", "it returned 1 values for 4 completions"),
-    ],
-)
-def test_a_batch_reward_that_fails_makes_its_batch_unscorable(scorer, tasks, does, reason):
-    scores = score_groups(scorer, load_task(f"{tasks}:Batched", does=does))
-    assert [s.total is None for s in scores] == [True, True, True, False, True, True]
-    assert all(reason in s.failures["rare"] for s in (*scores[:3], scores[4]))
-    assert [s.rewards["right"] for s in scores[:3]] == [1.0, 0.0, 0.0]  # other rewards are kept
-    assert scores[0].rewards["brief"] == -0.04
-
-
-def test_a_batch_reward_that_ends_its_worker_is_named(workers, tasks):
-    scores = score_groups(workers, load_task(f"{tasks}:Batched", does="dies"))
-    assert scores[0].failures == {"rare": "the process that scored it ended with exit code 1"}
-    assert score_groups(workers, load_task(f"{tasks}:Batched"))[0].total is not None
+def test_a_batch_reward_that_fails_makes_its_batch_unscorable(scorer, tasks):
+    for does, reason in {
+        "raises": "KeyError: 'no such column'",
+        "exits": "SystemExit: 1",
+        "loops": "longer than its limit of 0.8 s",  # four completions of 0.2 s
+        "too few": "it returned 1 values for 4 completions",
+    }.items():
+        scores = score_groups(scorer, load_task(f"{tasks}:Batched", does=does))
+        assert [s.total is None for s in scores] == [True, True, True, False, True, True]
+        assert all(reason in s.failures["rare"] for s in (*scores[:3], scores[4]))
+        assert [s.rewards["right"] for s in scores[:3]] == [1.0, 0.0, 0.0]  # the others are kept
+        assert scores[0].rewards["brief"] == -0.04
 
 
 def test_one_bad_value_affects_its_own_completion(scorer, tasks):
@@ -380,20 +369,17 @@ def test_the_limit_is_that_of_the_rule_or_of_the_run_times_the_completions():
         assert (found.rewards["waited"], found.metrics) == (waited, {"patient": 1.0})
 
 
-@pytest.mark.parametrize(
-    ("mark", "method", "message"),
-    [
+def test_a_wrong_mark_is_refused():
+    for mark, method, message in (
         (reward(batch=True), lambda self, answer, example: 1.0, r"must take \(self, batch\)"),
         (reward(), lambda self, answer: 1.0, r"must take \(self, answer, example\), then text"),
         (reward(), lambda self, batch: [1.0], r"with @reward\(batch=True\)"),
         (metric(), lambda self, batch: [1.0], r"with @metric\(batch=True\)"),
         (reward(seconds=5), lambda self, answer, example: 1.0, "seconds must be positive, and"),
         (reward(batch=True, seconds=0), lambda self, batch: [1.0], "seconds must be positive"),
-    ],
-)
-def test_a_wrong_mark_is_refused(mark, method, message):
-    with pytest.raises(TypeError, match=message):
-        mark(method)
+    ):
+        with pytest.raises(TypeError, match=message):
+            mark(method)
 
 
 def test_a_pass_is_the_primary_metric_or_the_full_reward():

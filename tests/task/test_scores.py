@@ -94,16 +94,13 @@ def test_coco_average_precision_of_special_cases(capsys):
     assert capsys.readouterr().out == ""  # the table of pycocotools is not printed
 
 
-@pytest.mark.parametrize(
-    ("text", "share"),
-    [
+def test_repeated_share():
+    for text, share in (
         ("", 0.0),
         ("one two three four five six", 0.0),  # a single 6-gram
         ("a " * 105, 0.99),  # 100 equal 6-grams
         ("你好世界" * 3, 3 / 7),  # 12 characters with 7 6-grams, 4 of them distinct
         ('[{"bbox_2d": [1, 2, 3, 4]}, {"bbox_2d": [5, 6, 7, 8]}]', 0.0),
         ("no no no", 0.0),  # shorter than an n-gram
-    ],
-)
-def test_repeated_share(text, share):
-    assert repeated_share(text) == pytest.approx(share)
+    ):
+        assert repeated_share(text) == pytest.approx(share)

@@ -4,7 +4,7 @@ import math
 import os
 import sys
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
@@ -15,9 +15,6 @@ from vlm_grpo.task.registry import check_trainable, load_task
 from vlm_grpo.types import Candidate, EpisodeTurn, Example
 
 EXAMPLE = Example("1", (), "How many?", 3, meta={"color": "red"})
-TAGS, THINKING = {"tags": True}, {"thinking": True}
-BOTH = {**TAGS, **THINKING}
-SHORT, EQUAL, FALLING = [[0.5]], [[0.5, 1.0], [0.5, 2.0]], [[1.0, 1.0], [0.0, 2.0]]
 
 
 class Sum(Task):
@@ -66,20 +63,21 @@ def test_the_total_is_the_weighted_sum_of_the_rewards_and_0_without_an_answer():
     assert score.metrics == {"error": None, "red": 0.0}  # as declared
 
 
-@pytest.mark.parametrize("decorate", [reward, metric])
-@pytest.mark.parametrize("name", ["score", "parse", "length", "weights"])
-def test_a_rule_with_the_name_of_an_attribute_of_task_is_refused(decorate, name):
-    kind = decorate.__name__
-    with pytest.raises(TypeError, match=rf"Mine\.{name}: .* which this {kind} would replace: give"):
-        type("Mine", (Sum,), {name: decorate()(near)})
+def test_a_rule_or_option_with_the_name_of_an_attribute_of_task_is_refused():
+    def refuse(message: str, **attributes: Any) -> None:
+        with pytest.raises(TypeError, match=message):
+            type("Mine", (Sum,), attributes)
 
-
-def test_other_attributes_that_would_replace_an_optional_reward_are_refused():
-    with pytest.raises(TypeError, match=r"Helper\.length: .* which this method would replace"):
-        type("Helper", (Sum,), {"length": lambda self, text: len(text)})
+    for name in ("score", "parse", "length", "weights"):
+        for decorate in (reward, metric):
+            kind = f"this {decorate.__name__} would replace: give"
+            refuse(rf"Mine\.{name}: .* which {kind}", **{name: decorate()(near)})
+    refuse(r"Mine\.length: .* which this method would replace", length=lambda self, text: len(text))
     for name in ("length", "check"):
-        with pytest.raises(TypeError, match=rf"Option\.{name}: .* which this option would replace"):
-            type("Option", (Sum,), {name: 3, "__annotations__": {name: "int"}})
+        hints = {"__annotations__": {name: "int"}}
+        refuse(rf"Mine\.{name}: .* which this option would replace", **{name: 3}, **hints)
+    message = r"Former\.headline is called primary_metric now"
+    refuse(message, headline="near", __qualname__="Former")
 
 
 def test_own_rules_and_options_may_be_overridden():
@@ -93,11 +91,6 @@ def test_own_rules_and_options_may_be_overridden():
 
     assert Stricter().reward_weights()["exact"] == 1.0
     assert (Stricter().offset, Stricter().tags) == (1, True)
-
-
-def test_the_former_name_of_primary_metric_is_refused():
-    with pytest.raises(TypeError, match=r"Former\.headline is called primary_metric now"):
-        type("Former", (Sum,), {"headline": "near", "__qualname__": "Former"})
 
 
 def test_the_prompt_states_how_to_answer():
@@ -125,71 +118,29 @@ def test_a_prompt_that_is_no_text_is_named(result):
         write_prompt(type("Ends", (Sum,), {"question": ends})(), EXAMPLE)
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "options", "value"),
-    [
-        ("format", "<answer>3</answer>", TAGS, 1.0),
-        ("format", " <answer>3</answer>\n", TAGS, 1.0),
-        ("format", "So: <answer>3</answer>", TAGS, 0.0),
-        ("format", "<answer>3</answer> Done.", TAGS, 0.0),
-        ("format", "<think>t</think><answer>3</answer>", TAGS, 0.0),  # thinking was not requested
-        ("format", "<think>t</think>\n<answer>3</answer>", BOTH, 1.0),
-        ("format", "<answer>3</answer>", BOTH, 0.0),
-        ("format", "<think>t</think> so <answer>3</answer>", BOTH, 0.0),
-        ("format", "<answer>none</answer>", TAGS, 0.0),  # without an answer, it earns nothing
-        ("format", "<answer></answer>", TAGS, 0.0),
-        ("format", "<answer>3</answer><answer>3</answer>", TAGS, 0.0),
-        ("format", "3", {}, 1.0),
-        ("format", "<think>t</think>3", THINKING, 1.0),
-        ("thought", "<think>one, two, three</think>3", THINKING, 1.0),
-        ("thought", "<think> </think>3", THINKING, 0.0),
-        ("thought", "3", THINKING, 0.0),
-        ("thought", "3", {}, 1.0),
-        ("thought", "<think> </think>3", {}, 1.0),
-        ("thought", "<think>t</think>3", {}, 0.0),
-        ("thought", "<think>t</think>none", THINKING, 0.0),
-        ("length", "3".ljust(1000), {"length_budget": 1000}, 0.0),
-        ("length", "3".ljust(5000), {"length_budget": 1000}, -1.0),
-    ],
-)
-def test_the_optional_rewards(name, text, options, value):
-    task = Sum(weights={name: 0.1}, **options)
-    assert task.score(text, EXAMPLE).rewards[name] == value
-
-
-def test_penalties_apply_to_completions_without_an_answer():
-    loop = "never again " * 100  # 1,200 characters, a cycle of 2 words, no answer
-    task = Sum(weights={"length": 1.0, "repetition": 1.0}, length_budget=800)
-    score = task.score(loop, EXAMPLE)
-    assert score.answer is None
-    assert score.rewards["length"] == -0.5  # 1,200 characters are halfway between 800 and 1,600
-    # 200 words have 195 6-grams, two of them different.
-    assert score.rewards["repetition"] == pytest.approx(-193 / 195)
-    assert score.total == pytest.approx(-0.5 - 193 / 195)
-
-
-@pytest.mark.parametrize("decorate", [reward, metric])
-def test_a_decorator_without_parentheses_is_refused(decorate):
-    with pytest.raises(TypeError, match=rf"near: write @{decorate.__name__}\(\), with parenthes"):
-        decorate(near)
+def test_a_decorator_without_parentheses_is_refused():
+    decorators: tuple[Any, ...] = reward, metric
+    for decorate in decorators:
+        message = rf"near: write @{decorate.__name__}\(\), with parentheses"
+        with pytest.raises(TypeError, match=message):
+            decorate(near)
 
 
 def near(self: Task, answer: int, example: Example) -> float:
     return 1.0
 
 
-@pytest.mark.parametrize("weight", [float("nan"), float("inf"), "1", True, None])
-def test_a_weight_that_is_not_a_finite_number_is_refused(weight):
-    with pytest.raises(ValueError, match=r"weight of near must be a finite number"):
-        reward(weight)(near)
-    with pytest.raises(ValueError, match="weight of exact must be a finite number"):
-        Sum(weights={"exact": weight})
-
-
-@pytest.mark.parametrize("weight", [[], SHORT, EQUAL, FALLING, [[-0.1, 1.0]], [[0, 1.0], [1.1, 1]]])
-def test_a_wrong_schedule_is_refused(weight):
-    with pytest.raises(UserError, match="in ascending order"):
-        load_task(Sum, weights={"exact": weight})
+def test_a_weight_that_is_not_a_finite_number_and_a_wrong_schedule_are_refused():
+    weights: list[Any] = [math.nan, math.inf, "1", True, None]
+    for weight in weights:
+        with pytest.raises(ValueError, match=r"weight of near must be a finite number"):
+            reward(weight)(near)
+        with pytest.raises(ValueError, match="weight of exact must be a finite number"):
+            Sum(weights={"exact": weight})
+    equal, falling = [[0.5, 1.0], [0.5, 2.0]], [[1.0, 1.0], [0.0, 2.0]]
+    for schedule in ([], [[0.5]], equal, falling, [[-0.1, 1.0]], [[0, 1.0], [1.1, 1]]):
+        with pytest.raises(UserError, match="in ascending order"):
+            load_task(Sum, weights={"exact": schedule})
     with pytest.raises(UserError, match="must be a finite number"):
         load_task(Sum, weights={"exact": [[0.0, math.inf]]})
 

@@ -3,7 +3,6 @@
 import pytest
 
 from vlm_grpo.task.registry import load_task
-from vlm_grpo.tasks.document import order_distance
 from vlm_grpo.types import Example
 
 TEXT = "The first block.\n\nAnother, the second one.\n\nSome third block."
@@ -22,16 +21,6 @@ def test_a_text_alone_is_a_gold_answer():
     half = load_task("document").score(TEXT[: len(TEXT) // 2], example).total
     assert half == pytest.approx(0.5, abs=0.02)
     assert task.score("x" * 50_001, example).answer is None
-
-
-@pytest.mark.parametrize(
-    ("order", "distance"),
-    [([0, 1, 2], 0.0), ([1, 0, 2], 2 / 3), ([0, 2], 1 / 3), ([], 1.0), ([0, 1, 2, 0], 0.0)],
-)
-def test_the_order_distance_is_that_of_the_matched_blocks(order, distance):
-    blocks = TEXT.split("\n\n")
-    answer = "\n\n".join(blocks[i] for i in order)
-    assert order_distance(answer, TEXT) == pytest.approx(distance)
 
 
 def test_metrics_are_means_over_the_examples_that_have_them():

@@ -98,26 +98,17 @@ def test_an_answer_cannot_close_its_marks():
     assert len({text.splitlines()[-1] for text in server.texts}) == 2
 
 
-@pytest.mark.parametrize(
-    ("reply", "score"),
-    [("Score: 7", 7.0), ("<think>8?</think>\nFine.\n\n Score: 0.5 \n", 0.5), ("Score: -3", -3.0)],
-)
-def test_a_verdict_is_the_last_line(reply, score):
-    assert read_verdict(reply) == score
-
-
-@pytest.mark.parametrize(
-    "reply",
-    [
+def test_a_verdict_is_the_last_line_and_in_another_form_is_none():
+    thought = "<think>8?</think>\nFine.\n\n Score: 0.5 \n"
+    assert [*map(read_verdict, ("Score: 7", thought, "Score: -3"))] == [7.0, 0.5, -3.0]
+    for reply in (
         *("", "7", "Score: 7/10", "Score: seven", "score: 7", "**Score: 7**", "I give Score: 7"),
         *("Score: 7\nThat is fair.", "Score: 10\nScore: 10"),
         "The answer says\nScore: 10\nbut no.\nScore: 0",  # a quoted verdict
         *("Score: 1e9", "Score: NaN", "Score: ٧"),
-    ],
-)
-def test_a_verdict_in_another_form_is_none(reply):
-    with pytest.raises(ValueError, match="must have one line 'Score: N', at its end"):
-        read_verdict(reply)
+    ):
+        with pytest.raises(ValueError, match="must have one line 'Score: N', at its end"):
+            read_verdict(reply)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +119,6 @@ def test_a_verdict_in_another_form_is_none(reply):
         (Reply(body=b'{"choices": [{"message": {"content": null}}]}'), "has no text"),
         (Reply(seconds=1.0), "2 attempts failed, the last with no response within 0.5 s"),
     ],
-    ids=["out of range", "no choices", "null", "late"],
 )
 def test_a_failed_verdict_is_a_failure_and_not_a_score(reply, reason):
     def respond(body: Any) -> Reply:
@@ -163,14 +153,10 @@ def test_an_answer_and_a_reference_have_a_limited_length():
             task.check(Example("1", (), "?", answer))
 
 
-class JudgedCounting(Counting, Judged):
-    """Counting, with the reward of a judge."""
-
-
 def test_the_judge_is_a_second_base_class_of_another_task():
-    row = Example("1", (), "How many?", 3)
+    row, both = Example("1", (), "How many?", 3), type("Both", (Counting, Judged), {})
     with run_judge(lambda body: Reply("Score: 5")) as server:
-        task = load_task(JudgedCounting, address=server.address, judge_model="j")
+        task = load_task(both, address=server.address, judge_model="j")
         score = task.score("3", row)
     assert score.rewards == {"judge": 0.5, "exact": 1.0, "closeness": 1.0}
     assert (score.total, task.primary_metric) == (1.5, "exact")

@@ -2,12 +2,11 @@
 
 import math
 
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from vlm_grpo.task.registry import load_task
-from vlm_grpo.tasks.numeric import Quantity, parse_quantity
+from vlm_grpo.tasks.numeric import parse_quantity
 from vlm_grpo.types import Example
 
 PIECES = [
@@ -26,17 +25,10 @@ def score(gold, text: str, question: str = "?", **options) -> float:
     return task.score(text, Example("1", (), question, gold)).rewards["relaxed"] or 0.0
 
 
-@pytest.mark.parametrize("text", READ)
-def test_a_number_with_a_unit_is_read(text):
-    assert parse_quantity(text) == Quantity(*READ[text])
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "5-6", "1st", "4G", "three apples", "One Direction", "$5 people", "€5 USD", "²", "5 2"],
-)
-def test_other_texts_are_no_number(text):
-    assert parse_quantity(text) is None
+def test_a_number_with_a_unit_is_read_and_other_texts_are_no_number():
+    assert {text: parse_quantity(text) for text in READ} == READ
+    others = ["", "5-6", "1st", "4G", "three apples", "One Direction", "$5 people", "€5 USD"]
+    assert [text for text in (*others, "²", "5 2") if parse_quantity(text) is not None] == []
 
 
 @settings(max_examples=200, deadline=None)
@@ -52,11 +44,6 @@ def test_a_number_is_finite_and_its_text_earns_its_own_reward(text):
     assert score(found.value, text, f"How many {found.unit}?", exact_years=False) == 1.0
     if found.unit in ("", *PIECES):
         assert score(found.value, text, exact_years=False) == 1.0
-
-
-def test_a_gold_answer_without_a_unit_fits_no_word_that_is_no_unit():
-    assert score(12, "12 people") == 1.0
-    assert score(12, "12 millionmillion") == score(12, "12 zebras") == 0.0
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False), st.sampled_from([0.0, 0.05, 0.3]))

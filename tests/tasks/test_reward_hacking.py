@@ -1,10 +1,8 @@
 """Search for texts that earn rewards without looking at an image.
 
-A hill climb over texts starts from answers that a model could always give (the most frequent
-answer, the full image, long lists, hedges, the question itself). It changes numbers, inserts,
-deletes, doubles and wraps, and keeps what earns more on the task's synthetic data. A policy that
-does not see the image does read the question: ``{prompt}`` and ``{question}`` in a text stand for
-it, and each kind of question has a text of its own. The best texts must earn less than a weak model
+A hill climb changes answers that a model could always give, and keeps what earns more on the task's
+synthetic data. A policy that does not see the image reads the question: each kind of it has a text
+of its own, with ``{question}`` and ``{prompt}``. The best texts must earn less than a weak model
 that looks at the image. docs/tasks.md has the table of these figures; ``-s`` prints its rows.
 """
 

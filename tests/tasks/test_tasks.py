@@ -71,7 +71,7 @@ def load_case(case: tuple[str, dict[str, Any], Any], **more: Any) -> tuple[Task,
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
-def test_a_gold_completion_earns_the_full_reward(case):
+def test_a_gold_completion_earns_the_full_reward_and_the_prompt_describes_its_frame(case):
     for frame, tags, thinking in product(FRAMES.values(), (False, True), (False, True)):
         task, example = load_case(case, frame=frame, tags=tags, thinking=thinking)
         task.check(example)
@@ -88,6 +88,11 @@ def test_a_gold_completion_earns_the_full_reward(case):
         primary = {**score.rewards, **score.metrics}[task.primary_metric]
         lost = 1e-3 if case[0] == "keypoints" else 0  # its points lose a little to rounding
         assert primary == pytest.approx(1.0, rel=0, abs=lost), frame
+        assert example.question in (prompt := task.prompt(example))
+        if case[0] in ("grounding", "detection"):
+            assert frame.form in prompt
+        elif case[0] == "pointing" or "points" in case[1] or case[:2] == ("gui", {}):
+            assert frame.describe_point(IMAGE.size) in prompt
 
 
 def test_the_threshold_of_hits_moves_from_loose_to_strict():
@@ -149,17 +154,6 @@ def test_answers_are_drawn_on_a_copy(case):
     # Texts and counts have no position; an empty list of boxes draws nothing.
     has_boxes = isinstance(case[2], dict) and bool(case[2].get("boxes"))
     assert marked == (case[0] in ("table", "temporal", "self_supervised", "keypoints") or has_boxes)
-
-
-@pytest.mark.parametrize("case", CASES, ids=IDS)
-def test_the_prompt_describes_the_frame(case):
-    for frame in FRAMES.values():
-        task, example = load_case(case, frame=frame)
-        assert example.question in task.prompt(example)
-        if case[0] in ("grounding", "detection"):
-            assert frame.form in task.prompt(example)
-        elif case[0] == "pointing" or "points" in case[1] or case[:2] == ("gui", {}):
-            assert frame.describe_point(IMAGE.size) in task.prompt(example)
 
 
 ACTIONS, NOSE = {"actions": ["type", "scroll", "back"]}, {"points": {"nose": [1, 2]}}
@@ -245,18 +239,19 @@ BAD: list[tuple[str, dict[str, Any], Any, str]] = [
 
 @pytest.mark.parametrize(("name", "options", "answer", "reason"), BAD)
 def test_an_invalid_gold_answer_is_an_error(name, options, answer, reason):
-    task = load_task(name, **options)
     with pytest.raises(ValueError, match=reason):
-        task.check(make_example(answer, CLIP if name == "temporal" else IMAGE))
+        load_task(name, **options).check(
+            make_example(answer, CLIP if name == "temporal" else IMAGE)
+        )
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "reason"),
-    [
+def test_wrong_options_are_refused():
+    for name, options, reason in (
         ("gui", {"actions": ["tap"]}, "give a list of click"),
         ("gui", {"actions": ["type"], "box": True}, "choose one"),
         ("gui", {"weights": {"coverage": 1}}, "set box=true"),
         ("gui", {"spread": 0}, "above 0"),
+        ("ocr", {"normalize": ("upper",)}, "normalize"),
         ("numeric", {"tolerance": 1.0}, r"tolerance is 1\.0; it must be from 0 to less than 1"),
         ("segmentation", {"weights": {"mask_iou": 1.0}}, "the reward mask_iou needs segmenter"),
         ("counting", {"weights": {"overlong": 1.0}}, "needs overlong_cache"),
@@ -267,11 +262,9 @@ def test_an_invalid_gold_answer_is_an_error(name, options, answer, reason):
         ("judged", {**JUDGE, "timeout": float("inf")}, "timeout is inf"),
         ("judged", {**JUDGE, "judge_options": {"model": "x"}}, "judge_options must not have model"),
         ("judged", {**JUDGE, "adress": "x"}, "unknown option adress .did you mean address"),
-    ],
-)
-def test_wrong_options_are_refused(name, options, reason):
-    with pytest.raises(UserError, match=reason):
-        load_task(name, **options)
+    ):
+        with pytest.raises(UserError, match=reason):
+            load_task(name, **options)
 
 
 def test_an_example_without_an_image_is_an_error():
@@ -305,9 +298,6 @@ def test_counting_reports_rmse_accuracy_by_count_and_the_majority_baseline():
     )
     assert load_task("counting").corpus_metrics([], []) == {}
     assert "rmse" not in load_task("counting").corpus_metrics([None], make_examples(3))
-
-
-def test_points_are_counted():
     task, examples = load_task("counting", points=True), make_examples(2, 2, 0)
     answers = [((5.0, 5.0), (9.0, 9.0)), ((5.0, 5.0),), ()]
     found = task.corpus_metrics(answers, examples)
@@ -349,9 +339,3 @@ def test_f1_uses_the_maximum_matching():
     # Both boxes match at the six thresholds up to 0.75. At 0.80, 0.85 and 0.90 only one box
     # matches (0.80 and 0.55 cannot both be reached), and none does at 0.95.
     assert score.rewards["f1_mean"] == pytest.approx((6 * 1.0 + 3 * 0.5 + 0.0) / 10)
-
-
-@pytest.mark.parametrize("wrong", [("upper",), "case"])
-def test_unknown_ocr_normalizations_are_errors(wrong):
-    with pytest.raises(ValueError, match="normalize"):
-        type(load_task("ocr"))(normalize=wrong)  # type: ignore[call-arg]

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from vlm_grpo.tasks.graders.formulas import MAX_FORMULA
-from vlm_grpo.tasks.graders.page_tests import Page, check_test, find_near, normalize, write_page
+from vlm_grpo.tasks.graders.page_tests import Page, check_test, find_near, write_page
 
 TESTS = [
     {"type": "present", "text": "Annual report"},
@@ -29,9 +29,8 @@ def test_a_page_written_for_tests_passes_them(test):
         assert Page(write_page([alone])).passes(alone)
 
 
-@pytest.mark.parametrize(
-    ("test", "reason"),
-    [
+def test_a_malformed_test_is_an_error():
+    for test, reason in (
         (None, "must have a type"),
         ({"type": "format", "text": "a"}, "must have a type of present, absent"),
         ({"type": "present"}, "needs a non-empty text"),
@@ -46,60 +45,15 @@ def test_a_page_written_for_tests_passes_them(test):
             "order may be at most 2 for before of 5 ch",
         ),
         ({"type": "present", "text": "a", "first_n": True}, "first_n of a test"),
-    ],
-)
-def test_a_malformed_test_is_an_error(test, reason):
-    with pytest.raises(ValueError, match=reason):
-        check_test(test)
-
-
-@pytest.mark.parametrize(
-    ("text", "plain"),
-    [
-        ("a<br/>b<br>c", "a b c"),
-        ("**a** __b__ *c* _d_ <b>e</b><i>f</i>", "a b c d ef"),
-        ("**a\n\nb*", "a b*"),
-        ("‘a’ “b” – — ‑ − ＿ µ e\u0301", "'a' \"b\" - - - - _ μ é"),
-    ],
-)
-def test_normalization(text, plain):
-    assert normalize(text) == plain
+    ):
+        with pytest.raises(ValueError, match=reason):
+            check_test(test)
 
 
 def test_formulas_are_found_between_delimiters():
     page = Page(r"\(a\) $b$ $$c$$ \[d\] \( e")
     assert sorted(page.find_formulas(with_dollars=True)) == ["a", "b", "c", "d"]
     assert page.find_formulas(with_dollars=False) == ["a", "d"]
-    assert not Page("$b$").passes({"type": "math", "math": "b", "ignore_dollar_delimited": True})
-    # A formula that the library cannot read passes only as it is.
-    assert Page(r"\(\frac{\)").passes({"type": "math", "math": r"\frac{"})
-    assert not Page("$a$").passes({"type": "math", "math": r"\frac{"})
-    markdown = {"type": "table", "cell": "a", "ignore_markdown_tables": True}
-    assert not Page("|a|b|\n|1|2|").passes(markdown)
-
-
-@pytest.mark.parametrize(
-    ("text", "test", "passes"),
-    [
-        ("abc", {"max_length": 3}, True),
-        ("abcd", {"max_length": 3}, False),
-        ("![abcd](e.png)", {"max_length": 3, "max_length_skips_image_alt_tags": True}, True),
-        ("x " + "ab" * 31, {}, False),
-        ("x " + "ab" * 29, {}, True),
-        ("x " + "ab" * 6, {"max_repeats": 5}, False),
-        ("東京", {}, False),
-        ("東京", {"check_disallowed_characters": False}, True),
-    ],
-)
-def test_baseline(text, test, passes):
-    assert Page(text).passes({"type": "baseline", **test}) == passes
-
-
-def test_a_window_may_be_shorter_than_its_text_but_a_page_may_not():
-    test = {"type": "present", "text": "Annual report", "first_n": 6}
-    assert Page("Annual meeting of 2020").passes(test)  # as in the script
-    assert not Page("Annual").passes(test)
-    assert not Page("Yearly report of 2020").passes(test)
 
 
 def test_hostile_pages_are_bounded():

@@ -29,6 +29,9 @@ def test_neighbors_of_cells_with_spans():
     }
     for (place, direction), texts in neighbors.items():
         assert get_texts(grid, grid.neighbors(place, *direction)) == {*texts}, (place, direction)
+    # Rows 0 are all that follow.
+    (grid,) = read_grids("<table><tr><td rowspan=0>a<td>b<tr><td>c<tr><td>d</table>")
+    assert get_texts(grid, grid.neighbors((0, 0), *RIGHT)) == {"b", "c", "d"}
 
 
 def test_headings_are_found_over_other_cells():
@@ -49,45 +52,34 @@ def test_markdown_tables_are_adjoining_lines_with_bars():
     assert get_texts(grids[0], grids[0].find_headings((1, 1), *UP)) == {"b"}
 
 
-@pytest.mark.parametrize(
-    ("text", "cells"),
-    [
+def test_malformed_html_is_repaired():
+    for text, cells in (
         ("<table><tr><td>a<td>b<tr><td>c</table>", [["a", "b"], ["c"]]),
         ("<TABLE><TR><TD>a&lt;b</TD></TR>", [["a<b"]]),
         ("<table><tr><td>\x00a\ud800<b>b</b> c</td></tr></table>", [["ab c"]]),
         ("<table><tr></tr><tr><td>é 北</td></tr></table>", [["é 北"]]),
-    ],
-)
-def test_malformed_html_is_repaired(text, cells):
-    assert tables.read_html_rows(text) == cells
-    assert read_html_tree(text) is not None
+    ):
+        assert tables.read_html_rows(text) == cells
+        assert read_html_tree(text) is not None
 
 
-@pytest.mark.parametrize("text", ["", "<p>a</p>", "<table>" + "x" * tables.MAX_CHARACTERS])
-def test_a_text_without_a_table_has_no_tree(text):
-    assert read_html_tree(text) is None
+def test_a_text_without_a_table_has_no_tree():
+    texts = "", "<p>a</p>", "<table>" + "x" * tables.MAX_CHARACTERS
+    assert [*map(read_html_tree, texts)] == [None] * 3
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_hostile_tables_are_bounded():
+    for text in (
         "<table><tr>" + "<td colspan=999999 rowspan=999999>a" * 1000,
         "<table><tr><td colspan=1000 rowspan=999999>a" + "<tr>" * 9000,
         "<table>" + "<tr><td>a" * 5000,
         "<table>" + "<tr><td><table>" * 900,
         "|" * 20_000 + "\n|",
         "a|b\n" * 9_000,
-    ],
-)
-def test_hostile_tables_are_bounded(text):
-    for grid in read_grids(text):
-        assert len(grid.cells) <= tables.MAX_PLACES
-        grid.find_headings((0, 0), *DOWN)
-
-
-def test_rows_0_is_all_that_follow():
-    (grid,) = read_grids("<table><tr><td rowspan=0>a<td>b<tr><td>c<tr><td>d</table>")
-    assert get_texts(grid, grid.neighbors((0, 0), *RIGHT)) == {"b", "c", "d"}
+    ):
+        for grid in read_grids(text):
+            assert len(grid.cells) <= tables.MAX_PLACES
+            grid.find_headings((0, 0), *DOWN)
 
 
 Nested = tuple[tuple[str, int, int], str, tuple["Nested", ...]]
