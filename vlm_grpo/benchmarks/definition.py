@@ -43,9 +43,9 @@ def build_benchmark_task(
 ) -> type[Task]:
     """Return a subclass of a task with the prompt, the metrics and the reader of a benchmark.
 
-    ``metrics`` are rewards or metrics of ``base``, or official rules (``tasks/graders/official_metrics.py``); the first is the
-    official one and becomes the primary metric. Without ``reader``, a key of ``READERS``, the
-    parser of ``base`` also reads an answer in ``<answer>`` tags that were not asked for.
+    ``metrics`` are rewards or metrics of ``base``, or rules of ``graders/official_metrics.py``; the
+    first becomes the primary metric. Without ``reader``, a key of ``READERS``, the parser of
+    ``base`` also reads an answer in ``<answer>`` tags that were not asked for.
     """
 
     def read(self: Task, text: str, example: Example) -> Any | None:
