@@ -20,15 +20,22 @@ from vlm_grpo.report.charts import (
 from vlm_grpo.report.run import read_run
 
 
-def test_run_has_charts_of_its_metrics(counting_run):
+def test_a_run_has_charts_of_its_metrics_and_their_distributions(counting_run):
     run = read_run(counting_run)
-    titles = [chart.title for chart in build_charts(run)]
+    charts = {chart.title: chart for chart in build_charts(run)}
+    titles = list(charts)
     assert titles[0] == "Held out: exact"  # the primary metric comes first
     assert {"Reward", "Entropy", "KL to the reference", "Groups with equal rewards"} <= set(titles)
-    assert "Distribution of the reward" in titles
-    assert len(set(titles)) == len(titles)
+    assert len(build_charts(run)) == len(titles)
     compared = [chart.title for chart in build_comparison_charts([("a", run), ("b", run)])]
     assert "Reward: exact" in compared
+    for title in ("Distribution of the reward", "Distribution of the completion length"):
+        lines = {line.name: line.y for line in charts[title].lines}
+        assert list(lines) == ["90 %", "median", "10 %"]
+        rows = [*zip(run.metrics, *lines.values(), strict=True)]
+        assert all(lower <= median <= upper for _, upper, median, lower in rows)
+    for row, upper, _, lower in rows:  # of the length
+        assert row["completions/min_length"] <= lower <= upper <= row["completions/max_length"]
 
 
 def test_a_run_has_the_same_color_in_all_charts(counting_run, tmp_path):
@@ -78,18 +85,6 @@ def test_errors_and_corpus_metrics_have_charts(tmp_path):
     compared = {chart.title for chart in build_comparison_charts([("a", run), ("b", run)])}
     assert "Held out: rmse" in compared
     assert "Held out: exact, by subset" not in compared
-
-
-def test_distributions_have_a_line_per_quantile(counting_run):
-    run = read_run(counting_run)
-    charts = {chart.title: chart for chart in build_charts(run)}
-    for title in ("Distribution of the reward", "Distribution of the completion length"):
-        lines = {line.name: line.y for line in charts[title].lines}
-        assert list(lines) == ["90 %", "median", "10 %"]
-        rows = zip(run.metrics, *lines.values(), strict=True)
-        assert all(lower <= median <= upper for _, upper, median, lower in rows)
-    for row, upper, _, lower in rows:  # those of the length are used up
-        assert row["completions/min_length"] <= lower <= upper <= row["completions/max_length"]
 
 
 def test_runs_without_usable_distributions_have_no_chart_of_them(tmp_path):

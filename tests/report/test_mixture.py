@@ -46,7 +46,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, Run]]:
     ]
 
 
-def test_the_console_and_the_page_have_the_same_number_of_examples_and_interval(runs):
+def test_the_console_the_page_and_a_chart_have_the_same_number_of_examples_and_interval(runs):
     run = runs[0][1]
     before, after = run.evaluations
     change: Any = run.change()
@@ -62,9 +62,6 @@ def test_the_console_and_the_page_have_the_same_number_of_examples_and_interval(
     assert "for the difference" in page
     assert "no example in common" not in page
 
-
-def test_a_chart_has_the_examples_of_its_source_and_the_interval(runs):
-    run = runs[0][1]
     charts = {chart.title: chart for chart in build_charts(run)}
     expected = {
         "score": "Mean of the sources, of 8 held-out examples, with its 95 % interval.",
