@@ -48,6 +48,8 @@ def test_counting_report_by_hand():
     kinds = [(r["group"], r["n"], r["mean"]) for r in report.tables["kind"]]
     assert kinds == [("complex", 2, 0.0), ("simple", 2, 1.0)]
     assert [(r["group"], r["n"]) for r in report.tables["answer"]] == [("2", 3), ("3", 1)]
+    table = reports.build_group_table([1.0, 0.0, 1.0], ["10", "9", "unknown"])
+    assert [row["group"] for row in table] == ["9", "10", "unknown"]  # by size
 
 
 def test_a_report_of_choices_has_the_share_of_letters_that_begin_a_word():
@@ -82,18 +84,15 @@ def test_errors_are_printed_with_three_places():
     assert line.endswith("n = 3; 0 better, 1 worse)")
 
 
-@pytest.mark.parametrize(
-    ("name", "count", "warning"),
-    [
+def test_a_report_warns_of_missing_rows():
+    for name, count, warning in (
         ("super_clevr_200", 200, None),
         ("fsc147", 2, "its test has 1190, val has 1286 examples; this is a part"),
         ("clevr", 2, None),  # its number of examples is not published
-    ],
-)
-def test_a_report_warns_of_missing_rows(name, count, warning):
-    report = make_report(name, make_examples([1] * count), ["1"] * count)
-    assert (warning or "") in (text := "\n".join(format_report(report)))
-    assert ("this is a part" in text) == bool(warning)
+    ):
+        report = make_report(name, make_examples([1] * count), ["1"] * count)
+        assert (warning or "") in (text := "\n".join(format_report(report)))
+        assert ("this is a part" in text) == bool(warning)
 
 
 def test_grounding_report_has_sizes_and_the_whole_image_as_baseline():
@@ -104,13 +103,10 @@ def test_grounding_report_has_sizes_and_the_whole_image_as_baseline():
     assert report.baseline == ("the whole image", 0.0)  # no shape fills half of its image
     assert report.metrics["accuracy_above_50"] == 0.5
     assert sum(row["n"] for row in report.tables["size"]) == 20
-
-
-def test_a_corpus_metric_has_no_interval_and_no_values_of_examples():
-    shapes = make_shapes.draw_examples("grounding", 4, seed=3)
     task = load_benchmark("coco").load_task()
-    report = make_report("coco", shapes, [task.gold(row) for row in shapes])
+    report = make_report("coco", examples, [task.gold(row) for row in examples])
     assert report.value == pytest.approx(100.0)
+    # A metric of the corpus has no interval and no values of examples.
     assert (report.interval, report.values, report.tables) == (None, None, {})
 
 
@@ -119,11 +115,6 @@ def test_a_metric_that_is_undefined_on_all_examples_is_refused(tmp_path):
     path.write_text("title: Errors\ntask: counting\nmetric: absolute_error\n")
     with pytest.raises(UserError, match="absolute_error of Errors is undefined"):
         make_report(str(path), make_examples([1, 2]), ["x", "y"])
-
-
-def test_groups_with_numbers_are_sorted_by_size():
-    table = reports.build_group_table([1.0, 0.0, 1.0], ["10", "9", "unknown"])
-    assert [row["group"] for row in table] == ["9", "10", "unknown"]
 
 
 def test_comparison_is_paired():

@@ -93,9 +93,9 @@ def test_rows_of_another_form_or_of_other_examples_are_named(tmp_path, lines, me
         read_outputs(path, EXAMPLES)
 
 
-@pytest.mark.parametrize("wrong", [{}, {"seen": [9, 9]}, {"seen": [[0, 9]]}, {"seen": []}])
-def test_missing_resized_sizes_are_named(tmp_path, wrong):
-    path = write_jsonl(tmp_path / "p.jsonl", {**FIRST, **wrong})
-    read_outputs(path, EXAMPLES[:1])
-    with pytest.raises(UserError, match='--frame resized needs "seen"'):
-        read_outputs(path, EXAMPLES[:1], needs_resized_size=True)
+def test_missing_resized_sizes_are_named(tmp_path):
+    for wrong in ({}, {"seen": [9, 9]}, {"seen": [[0, 9]]}, {"seen": []}):
+        path = write_jsonl(tmp_path / "p.jsonl", {**FIRST, **wrong})
+        read_outputs(path, EXAMPLES[:1])
+        with pytest.raises(UserError, match='--frame resized needs "seen"'):
+            read_outputs(path, EXAMPLES[:1], needs_resized_size=True)

@@ -108,15 +108,11 @@ def test_every_rule_has_its_failure():
     assert list(FAILURES) == list(CONDITIONS)
 
 
-@pytest.mark.parametrize(
-    ("spread", "steps", "is_raised"), [(0.09, 10, True), (0.11, 10, False), (0.01, 9, False)]
-)
-def test_a_shortcut_needs_ten_gains_three_standard_errors_above_zero(spread, steps, is_raised):
-    monitor = AlarmMonitor(WEIGHTS, "exact", completions=8)
-    gains = [0.1 + spread * (-1) ** step for step in range(steps)]  # of ten, a third is the error
-    rows = [{"visual_credit/gain_without_object": gain} for gain in gains]
-    names = [alarm["name"] for row in rows for alarm in monitor.update(row)]
-    assert names == ["shortcut"] * is_raised
+def test_a_shortcut_needs_ten_gains_three_standard_errors_above_zero():
+    for spread, steps, count in ((0.09, 10, 1), (0.11, 10, 0), (0.01, 9, 0)):
+        gains = [0.1 + spread * (-1) ** n for n in range(steps)]  # of ten, a third is the error
+        rows = [{"visual_credit/gain_without_object": gain} for gain in gains]
+        assert [alarm.name for alarm in collect_alarms(rows)] == ["shortcut"] * count
 
 
 @pytest.mark.parametrize(
@@ -208,10 +204,10 @@ def test_a_failing_reward_raises_an_alarm_within_a_few_steps():
     assert "exact failed on 100.0%" in alarm.message
 
 
-@pytest.mark.parametrize("value", [math.nan, None, "odd"])
-def test_values_that_are_not_numbers_raise_nothing(value):
-    rows: list[Row] = [dict.fromkeys(healthy(step), value) for step in range(STEPS)]
-    assert collect_alarms(rows) == []
+def test_values_that_are_not_numbers_raise_nothing():
+    for value in (math.nan, None, "odd"):
+        rows: list[Row] = [dict.fromkeys(healthy(step), value) for step in range(STEPS)]
+        assert collect_alarms(rows) == []
 
 
 def test_a_primary_metric_that_is_an_error_is_better_if_lower():
@@ -272,8 +268,7 @@ def test_a_recorded_run_with_too_large_a_rate_collapses_and_does_not_overfit():
     assert "after learning rates of up to 0.0018 (optim.lr)" in alarm.message
 
 
-def test_the_steps_of_a_mean_are_stated_as_they_are():
-    """A mean needs half of its window: the alarm comes in the tenth step."""
+def test_a_mean_needs_half_of_its_window_and_its_steps_are_stated_as_they_are():
     rows: list[Row] = [{**healthy(0), "frac_reward_zero_std": 1.0} for _ in range(10)]
     (alarm,) = collect_alarms(rows)
     assert alarm.step == 9

@@ -5,7 +5,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 from report_runs import GROUP_SIZE, load_few_examples, make_group, make_run
 
 from vlm_grpo import Task, load_task
@@ -38,12 +37,6 @@ def test_training_groups_are_thinned_out_evenly(tmp_path):
     assert thinned.omitted == 4 * (12 - len(steps))
 
 
-def test_held_out_examples_over_the_limit_are_omitted(counting_run):
-    gallery = build_gallery([("", read_run(counting_run))], limit=20_000)
-    assert 0 < len(gallery.entries) < 24
-    assert {entry["view"] for entry in gallery.entries} == {"held-out"}
-
-
 COUNTING = load_task("counting")
 (EXAMPLE,) = load_few_examples("counting", COUNTING)
 
@@ -71,7 +64,7 @@ def test_rows_cannot_read_other_files(tmp_path):
     assert (len(gallery.entries), gallery.pictures) == (1, {})
 
 
-def test_training_entry_has_the_answers_of_its_group(counting_run):
+def test_entries_have_the_answers_of_their_group_or_of_all_evaluations(counting_run):
     entries = read_entries(counting_run)
     assert len(entries) == 8  # four groups at each of the steps 0 and 10
     for entry in entries:
@@ -80,6 +73,17 @@ def test_training_entry_has_the_answers_of_its_group(counting_run):
         assert entry["spread"] == max(rewards) - min(rewards)
         for answer in entry["answers"]:
             assert (answer["kind"] == "correct") == (answer["rewards"]["exact"] == 1.0)
+    entries, _ = build_held_out_entries([("", read_run(counting_run))])
+    assert len(entries) == 24
+    for entry in entries:
+        assert [answer["step"] for answer in entry["answers"]] == [0, 5, 10, 15, 20]
+        first, last = entry["answers"][0], entry["answers"][-1]
+        assert entry["change"] == last["rewards"]["exact"] - first["rewards"]["exact"]
+    assert any(entry["change"] for entry in entries)
+    # Examples over the limit are left out, those of training first.
+    gallery = build_gallery([("", read_run(counting_run))], limit=20_000)
+    assert 0 < len(gallery.entries) < 24
+    assert {entry["view"] for entry in gallery.entries} == {"held-out"}
 
 
 def test_kind_of_an_answer(tmp_path):
@@ -94,16 +98,6 @@ def test_kind_of_an_answer(tmp_path):
     (entry,) = read_entries(tmp_path)
     kinds = ["correct", "incorrect", "no answer", "truncated", "unscorable"]
     assert [answer["kind"] for answer in entry["answers"]] == kinds
-
-
-def test_change_from_the_first_evaluation_to_the_last(counting_run):
-    entries, _ = build_held_out_entries([("", read_run(counting_run))])
-    assert len(entries) == 24
-    for entry in entries:
-        assert [answer["step"] for answer in entry["answers"]] == [0, 5, 10, 15, 20]
-        first, last = entry["answers"][0], entry["answers"][-1]
-        assert entry["change"] == last["rewards"]["exact"] - first["rewards"]["exact"]
-    assert any(entry["change"] for entry in entries)
 
 
 def test_change_from_one_run_to_the_other(tmp_path):
@@ -140,19 +134,16 @@ def test_a_chat_is_shown_with_its_turns_and_the_model_s_own_thinking(tmp_path):
     assert build_report(tmp_path).is_file()
 
 
-@pytest.mark.parametrize(
-    ("text", "parts"),
-    [
+def test_completion_is_split_into_parts():
+    for text, parts in (
         ("<think>a</think> <answer>7</answer>", [("thinking", "a"), ("answer", "7")]),
         ("<think>a", [("thinking", "a")]),
         ("a</think>b", [("thinking", "a"), ("answer", "b")]),
         ("x<answer>7</answer>y", [("text", "x"), ("answer", "7"), ("text", "y")]),
         ("<answer>7", [("answer", "7")]),
         ("  ", []),
-    ],
-)
-def test_completion_is_split_into_parts(text, parts):
-    assert split_text(text) == parts
+    ):
+        assert split_text(text) == parts
 
 
 def test_unicode_line_separators_do_not_end_a_row_and_long_texts_are_cut(tmp_path):

@@ -20,7 +20,7 @@ from vlm_grpo.task.registry import load_task
 from vlm_grpo.types import ImageRef
 
 
-def test_a_drawing_is_the_tasks_own(tmp_path):
+def test_a_drawing_is_the_tasks_own_and_has_both_answers(tmp_path):
     task = load_task("grounding")
     (example,), thumbnails = load_few_examples("grounding", task), ThumbnailStore(tmp_path)
     (x1, y1, x2, y2), *_ = task.gold_answer(example)
@@ -32,13 +32,8 @@ def test_a_drawing_is_the_tasks_own(tmp_path):
     middle = int((x1 + x2) / 2)
     assert drawn.getpixel((middle, int(y1))) == (red, green, blue, 255)
     assert drawn.getpixel((middle, int((y1 + y2) / 2))) == (0, 0, 0, 0)  # only an outline
-
-
-def test_both_answers_are_drawn():
-    task = load_task("grounding")
-    (example,) = load_few_examples("grounding", task)
-    drawn: Any = draw_answers(task, example, ((0.0, 0.0, 9.0, 9.0),))
-    colors = {color for _, color in drawn.getcolors(84 * 84) or ()}
+    both: Any = draw_answers(task, example, ((0.0, 0.0, 9.0, 9.0),))
+    colors = {color for _, color in both.getcolors(84 * 84) or ()}
     assert {(255, 176, 0), (220, 38, 127)} <= colors  # GOLD_COLOR and PREDICTED_COLOR
     assert draw_answers(task, example, "no boxes") is None
     assert draw_answers(task, replace(example, images=()), None) is None
@@ -63,7 +58,7 @@ def test_a_task_that_draws_nothing_or_fails_leaves_no_file(tmp_path):
     assert list(thumbnails.folder.iterdir()) == []
 
 
-def test_a_thumbnail_is_small_and_written_once(tmp_path):
+def test_a_thumbnail_is_small_or_the_exact_image_and_written_once(tmp_path):
     noise = np.random.default_rng(0).integers(0, 256, (1200, 1600, 3), dtype=np.uint8)
     path = tmp_path / "noise.png"
     Image.fromarray(noise).save(path)
@@ -79,8 +74,7 @@ def test_a_thumbnail_is_small_and_written_once(tmp_path):
     assert kept.read_bytes() == b"as it was"
     assert thumbnails.add_image(replace(ref, path=tmp_path / "missing.png")) is None
 
-
-def test_a_small_image_is_kept_exactly():  # 84×84 pixels are far below the limit
+    # 84 x 84 pixels are far below the limit: a small image is kept exactly.
     image = load_few_examples("counting", load_task("counting"))[0].images[0].load()
-    kept = Image.open(io.BytesIO(thumbnail(image))).convert("RGB")
-    assert kept.tobytes() == image.tobytes()
+    small = Image.open(io.BytesIO(thumbnail(image))).convert("RGB")
+    assert small.tobytes() == image.tobytes()

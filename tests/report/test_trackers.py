@@ -32,32 +32,25 @@ def start_trackers(names: list[str], run_dir: Path, resume_at: int = 0) -> Track
     return trackers
 
 
-def test_tensorboard_gets_finite_metrics_and_images(tmp_path):
+def test_tensorboard_gets_finite_metrics_and_images_and_hides_steps_that_are_run_again(tmp_path):
     trackers = start_trackers(["tensorboard"], tmp_path)
     trackers.log(1, {"reward": 0.5, "kl": math.nan})
     trackers.log_images(1, {"samples/0": Image.new("RGB", (6, 4), (255, 0, 0))})
     trackers.log(2, {"reward": 0.75, "kl": 0.1})
+    trackers.log(3, {"reward": 1.0})
     trackers.finish()
-    events = load_events(tmp_path)
-    assert [(e.step, e.value) for e in events.Scalars("reward")] == [(1, 0.5), (2, 0.75)]
-    assert [e.step for e in events.Scalars("kl")] == [2]
-    (shown,) = events.Images("samples/0")
-    image = Image.open(io.BytesIO(shown.encoded_image_string))
-    assert (image.size, image.getpixel((0, 0))) == ((6, 4), (255, 0, 0))
-
-
-def test_a_resumed_run_hides_the_steps_that_are_run_again(tmp_path):
-    first = start_trackers(["tensorboard"], tmp_path)
-    for step in (1, 2, 3):
-        first.log(step, {"reward": float(step)})
-    first.finish()
     # Files are read by name: time and a number per process, where 10 comes before 9.
     for path in tmp_path.glob("events*"):
         path.rename(path.with_name(path.name.replace("tfevents.", "tfevents.0")))
     again = start_trackers(["tensorboard"], tmp_path, resume_at=2)
     again.log(3, {"reward": 30.0})
     again.finish()
-    assert [e.value for e in load_events(tmp_path).Scalars("reward")] == [1, 2, 30]
+    events = load_events(tmp_path)
+    assert [(e.step, e.value) for e in events.Scalars("reward")] == [(1, 0.5), (2, 0.75), (3, 30)]
+    assert [e.step for e in events.Scalars("kl")] == [2]
+    (shown,) = events.Images("samples/0")
+    image = Image.open(io.BytesIO(shown.encoded_image_string))
+    assert (image.size, image.getpixel((0, 0))) == ((6, 4), (255, 0, 0))
 
 
 class Service:
