@@ -1,5 +1,6 @@
 """Outputs scored as by the official scripts, where these read more or less than the rewards do."""
 
+import itertools
 from functools import cache
 from typing import Any
 
@@ -140,43 +141,42 @@ def test_an_output_without_a_count_is_a_count_of_0_in_fsc_147():
     assert corpus["rmse"] == 0.0  # over the one with a count
 
 
-@pytest.mark.parametrize(
-    "output",
-    [
+def test_one_bad_box_does_not_void_an_image():
+    task = load_task("coco")
+    example = make_example({**BOX, "labels": ["cup"]})
+    for output in (
         f"[{', '.join([CUP] * 101)}]",
         f'[{CUP}, {{"bbox_2d": [5, 5, 5, 9], "label": "cup"}}]',  # a box without area
         f'[{CUP}, {{"bbox_2d": [20, 20, 30, 30]}}]',  # without a label
         f'[{CUP}, {{"bbox_2d": [20, 20, 3',  # cut off
         f"<answer>[{CUP}]</answer>",
-    ],
-)
-def test_one_bad_box_does_not_void_an_image(output):
-    task = load_task("coco")
-    example = make_example({**BOX, "labels": ["cup"]})
-    assert task.corpus_metrics([task.read(output, example)], [example])["ap"] == pytest.approx(1)
+    ):
+        average = task.corpus_metrics([task.read(output, example)], [example])["ap"]
+        assert average == pytest.approx(1), output
 
 
-@pytest.mark.parametrize(
-    ("frame", "output"),
-    [
-        ("qwen2_vl",
-         "<|object_ref_start|>cup<|object_ref_end|><|box_start|>(0,0),(10,10)<|box_end|>"),
-        ("internvl", "<ref>cup</ref><box>[[0, 0, 10, 10]]</box>"),
-        ("paligemma", "<loc0000><loc0000><loc0010><loc0010> cup ; <loc0001>"),
-    ],
-)  # fmt: skip
-def test_objects_are_read_in_every_grammar(frame, output):
-    task = load_task("coco", frame)
-    found = task.read(f"{output} and more", make_example({**BOX, "labels": ["cup"]}))
-    assert found is not None
-    assert [label[:3] for _, label in found] == ["cup"]
-    assert task.read("[]", make_example(BOX)) == ()
-    assert task.read("I see a cup.", make_example(BOX)) is None
+def test_objects_are_read_in_every_grammar():
+    cup = "<|object_ref_start|>cup<|object_ref_end|><|box_start|>(0,0),(10,10)<|box_end|>"
+    for frame, output in {
+        "qwen2_vl": cup,
+        "internvl": "<ref>cup</ref><box>[[0, 0, 10, 10]]</box>",
+        "paligemma": "<loc0000><loc0000><loc0010><loc0010> cup ; <loc0001>",
+    }.items():
+        task = load_task("coco", frame)
+        found = task.read(f"{output} and more", make_example({**BOX, "labels": ["cup"]}))
+        assert found is not None
+        assert [label[:3] for _, label in found] == ["cup"]
+        assert task.read("[]", make_example(BOX)) == ()
+        assert task.read("I see a cup.", make_example(BOX)) is None
+    # With y first, a box is read in order.
+    example, task = make_example(BOX), load_task("refcoco", "gemma4")
+    written = '[{"box_2d": [200, 100, 500, 300], "label": "cup"}]'
+    assert READERS["first_box"](written, example, task) == ((100, 200, 300, 500),)
+    assert READERS["objects"](written, example, task) == (((100, 200, 300, 500), "cup"),)
 
 
-@pytest.mark.parametrize(
-    ("frame", "output", "expected"),
-    [
+def test_a_click_is_two_numbers_or_the_center_of_four():
+    for frame, output, expected in (
         ("original", "click (12, 30)", (12, 30)),
         ("original", '{"bbox_2d": [10, 20, 30, 40]}', (20, 30)),
         ("original", '{"point_2d": [12, 30.5]}', (12, 30.5)),
@@ -200,19 +200,17 @@ def test_objects_are_read_in_every_grammar(frame, output):
         ("original", "[12, 30] or [1, 2]", (6.5, 16)),
         ("original", "1 2 3", None),
         ("original", "9" * 400 + ",1", None),
-    ],
-)
-def test_a_click_is_two_numbers_or_the_center_of_four(frame, output, expected):
-    example = make_example(BOX)
-    answer = READERS["click"](output, example, load_task("screenspot", frame))
-    if expected is not None and frame != "original":  # expected are shares of the sides
-        expected = tuple(1000 * share for share in expected)
-    assert (answer and answer.point) == expected
+    ):
+        answer = READERS["click"](output, make_example(BOX), load_task("screenspot", frame))
+        if expected is not None and frame != "original":  # expected are shares of the sides
+            expected = tuple(1000 * share for share in expected)
+        assert (answer and answer.point) == expected, output
 
 
-@pytest.mark.parametrize(
-    ("output", "first", "letter", "option"),
-    [
+def test_a_choice_is_read_as_the_scripts_do():
+    example = make_example({"options": ["cat", "dog"], "answer": "dog"})
+    readers = [READERS[name] for name in ("first_letter", "any_letter", "only_option")]
+    for output, *expected in (
         ("B", 1, 1, 1),
         ("It is B.", None, 1, 1),
         ("It is a dog", None, 0, 1),  # a letter between spaces precedes the text for one of them
@@ -224,13 +222,9 @@ def test_a_click_is_two_numbers_or_the_center_of_four(frame, output, expected):
         ("Z, no dog", None, None, None),
         *(("Bird", 1, 1, None), ("C", None, None, None)),
         *(("[A]", None, 0, 0), ("", None, None, None)),
-    ],
-)
-def test_a_choice_is_read_as_the_scripts_do(output, first, letter, option):
-    example = make_example({"options": ["cat", "dog"], "answer": "dog"})
-    readers = [READERS[name] for name in ("first_letter", "any_letter", "only_option")]
-    found = [read(output, example, load_task("hr_bench_4k")) for read in readers]
-    assert found == [first, letter, option]
+    ):
+        found = [read(output, example, load_task("hr_bench_4k")) for read in readers]
+        assert found == expected, output
 
 
 def test_the_letter_of_a_word_is_told_from_a_letter():
@@ -238,21 +232,11 @@ def test_the_letter_of_a_word_is_told_from_a_letter():
     assert [begins_word(output) for output in outputs] == [True, True, *[False] * 3, True, False]
 
 
-def test_boxes_with_y_first_are_read_in_order():
-    example, task = make_example(BOX), load_task("refcoco", "gemma4")
-    written = '[{"box_2d": [200, 100, 500, 300], "label": "cup"}]'
-    assert READERS["first_box"](written, example, task) == ((100, 200, 300, 500),)
-    assert READERS["objects"](written, example, task) == (((100, 200, 300, 500), "cup"),)
-
-
 @pytest.mark.parametrize("name", READERS)
-@pytest.mark.parametrize(
-    "output",
-    ["", "\x00", "[" * 50_000, "(" * 50_000, "{" * 50_000, "<answer>" * 10_000, "9" * 50_000,
-     "<answer>" + "9" * 9_000 + "</answer>", f"[{'9' * 400}, 1, 2, 3]", "(nan,nan),(nan,nan)"],
-)  # fmt: skip
-def test_no_reader_raises(name, output):
-    for frame in FRAMES:
+def test_no_reader_raises(name):
+    many = ("[" * 50_000, "(" * 50_000, "{" * 50_000, "<answer>" * 10_000, "9" * 50_000)
+    numbers = (f"<answer>{'9' * 9_000}</answer>", f"[{'9' * 400}, 1, 2, 3]", "(nan,nan),(nan,nan)")
+    for output, frame in itertools.product(("", "\x00", *many, *numbers), FRAMES):
         READERS[name](output, make_example(BOX), load_task("refcoco", frame))
 
 
@@ -264,15 +248,12 @@ def test_the_answer_is_in_the_last_tags_or_after_the_thinking():
     assert {output: unwrap(output) for output in found} == found
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        (r"so \boxed{\frac{1}{2}} or \boxed{ 3 }.", "3"),
-        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-        ('It is 4. The answer is "4".', "4"),
-        (r"<think>\boxed{1}</think> (B)", "(B)"),
-        (r"\boxed{3", r"\boxed{3"),
-    ],
-)
-def test_the_last_box_is_read(text, answer):
-    assert READERS["last_boxed"](text, make_example("4"), load_task("mathvista")) == answer
+def test_the_last_box_is_read():
+    for text, answer in {
+        r"so \boxed{\frac{1}{2}} or \boxed{ 3 }.": "3",
+        r"\boxed{\frac{1}{2}}": r"\frac{1}{2}",
+        'It is 4. The answer is "4".': "4",
+        r"<think>\boxed{1}</think> (B)": "(B)",
+        r"\boxed{3": r"\boxed{3",
+    }.items():
+        assert READERS["last_boxed"](text, make_example("4"), load_task("mathvista")) == answer

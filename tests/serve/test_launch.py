@@ -51,7 +51,7 @@ def test_a_server_is_described_without_the_weights(lora):
         assert options["max-lora-rank"] == ("16" if len(lora) == 2 else "8")
 
 
-def test_only_a_server_of_the_run_has_its_memory_settings(monkeypatch):
+def test_only_a_server_of_the_run_has_its_memory_settings():
     own = make_settings(OWN, "rollout.vllm.max_model_length=900", "rollout.vllm.arguments=[--x=1]")
     options = read_options(launch.build_command(own, ADDRESS))
     assert (options["max-model-len"], options["x"]) == ("900", "1")
@@ -89,37 +89,33 @@ def test_flags_of_a_gpu(overrides, transfer, sleeps, monkeypatch):
         assert ("VLLM_ALLOW_INSECURE_SERIALIZATION" in own) == (transfer == "ipc")
 
 
-@pytest.mark.parametrize(
-    ("overrides", "weights", "level"),
-    [
-        ((OWN,), 1, 2),
-        ((OWN, "policy.lora.r=8"), 250, 0),
-        ((OWN, "policy.lora.r=8"), 251, 1),
-        ((OWN, "rollout.steps_ahead=1"), 1, None),
-        ((SHARED,), 1, None),
-    ],
-)
-def test_what_a_server_frees_depends_on_what_fits(overrides, weights, level, monkeypatch):
-    settings = make_settings(*overrides)
-    properties: Any = type("Properties", (), {"total_memory": 1000})
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    weight = torch.nn.Parameter(torch.empty(weights, dtype=torch.uint8, device="meta"), False)
-    model = torch.nn.ParameterList([weight])
-    policy: Any = SimpleNamespace(device=GPU, adapters=settings.policy.lora, model=model)
-    assert launch.choose_sleep_level(policy, settings) == level
+def test_what_a_server_frees_depends_on_what_fits(monkeypatch):
+    memory = SimpleNamespace(total_memory=1000)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    for count, level, *overrides in (
+        (1, 2, OWN),
+        (250, 0, OWN, "policy.lora.r=8"),
+        (251, 1, OWN, "policy.lora.r=8"),
+        (1, None, OWN, "rollout.steps_ahead=1"),
+        (1, None, SHARED),
+    ):
+        settings = make_settings(*overrides)
+        weight = torch.nn.Parameter(torch.empty(count, dtype=torch.uint8, device="meta"), False)
+        model = torch.nn.ParameterList([weight])
+        policy: Any = SimpleNamespace(device=GPU, adapters=settings.policy.lora, model=model)
+        assert launch.choose_sleep_level(policy, settings) == level
 
 
-@pytest.mark.parametrize("way", ["ipc", "nccl"])
-def test_what_needs_a_gpu_is_refused_on_a_cpu(way):
-    servers = OWN if way == "ipc" else SHARED
-    settings = make_settings(servers, f"rollout.vllm.weight_transfer={way}")
-    with pytest.raises(UserError, match=f"weight_transfer={way} needs a GPU"):
-        weights.choose_transfer(settings, on_gpu=False)
-    assert weights.choose_transfer(settings, on_gpu=True) == way
+def test_what_needs_a_gpu_is_refused_on_a_cpu():
+    for way, servers in {"ipc": OWN, "nccl": SHARED}.items():
+        settings = make_settings(servers, f"rollout.vllm.weight_transfer={way}")
+        with pytest.raises(UserError, match=f"weight_transfer={way} needs a GPU"):
+            weights.choose_transfer(settings, on_gpu=False)
+        assert weights.choose_transfer(settings, on_gpu=True) == way
     assert launch.choose_sleep_level(load_policy(settings), make_settings(OWN)) is None
 
 
-def test_users_get_the_trained_model_under_its_name(tmp_path):
+def test_users_get_the_trained_model_under_its_name_with_its_chat(tmp_path, monkeypatch):
     settings = load_settings("quickstart", ["policy.lora.r=8", "policy.max_pixels=5000"])
     folder = tmp_path / "step-3"
     load_policy(settings).save(folder, load_policy(settings).weights())
@@ -146,15 +142,12 @@ def test_users_get_the_trained_model_under_its_name(tmp_path):
     assert command[1] == str(tmp_path / "full")
     assert read_options(command)["served-model-name"] == "mine"
     assert "enable-lora" not in read_options(command)
-
-
-def test_the_arguments_of_the_chat_template_are_the_server_s_defaults(monkeypatch):
     monkeypatch.setattr(ChatTemplate, "_is_switch", lambda self, name: True)
     settings = load_settings("quickstart", ["prompt.thinking=false"])
     options = read_options(launch.build_public_command(settings, None, "mine", ADDRESS))
     assert json.loads(options["default-chat-template-kwargs"]) == {"enable_thinking": False}
 
 
-@pytest.mark.parametrize(("rank", "allowed"), [(1, 1), (2, 8), (64, 64), (300, 320), (600, 600)])
-def test_ranks_of_adapters_are_those_that_vllm_allows(rank, allowed):
-    assert launch.round_up_rank(rank) == allowed
+def test_ranks_of_adapters_are_those_that_vllm_allows():
+    ranks = {1: 1, 2: 8, 64: 64, 300: 320, 600: 600}
+    assert {rank: launch.round_up_rank(rank) for rank in ranks} == ranks

@@ -106,21 +106,16 @@ def test_groups_are_in_the_order_of_the_prompts(start, prompts):
     assert versions(groups) == {0}
 
 
-def test_several_servers_share_the_prompts(start, prompts, expected):
+def test_servers_share_the_prompts_and_have_the_weights_before_the_first(start, prompts, expected):
     servers = start({"seconds": 0.05}, {"seconds": 0.05})
     assert tokens(sample(servers.sampler, prompts)) == expected
     counts = [servers.paths(number).count(GENERATE) for number in range(2)]
     assert sum(counts) == 8
     assert min(counts) > 0
-
-
-def test_all_servers_have_the_weights_before_the_first_prompt(start, prompts):
-    servers = start({}, {})
     for version in range(3):
         if version:
             servers.sampler.publish(version)
-        assert versions(sample(servers.sampler, prompts)) == {version}
-        sample(servers.sampler, prompts)  # has the weights already
+        assert versions(sample(servers.sampler, prompts)) == {version}  # has them already, first
     for number in range(2):
         assert servers.paths(number).count("/pause") == 3
         found = [call["version"] for call in read_calls(servers.folders[number], GENERATE)[1:]]
@@ -180,30 +175,22 @@ def test_failures_are_counted_until_a_rollout_is_finished(start, prompts):
     servers = start({"faults": {GENERATE: dict.fromkeys("246", "500")}}, max_restarts=1)
     for _ in range(3):
         sample(servers.sampler, prompts[:1])
-
-
-def test_a_refused_prompt_names_the_example(start, prompts):
+    # The server that refuses a prompt is as good as before.
     servers = start({"faults": {GENERATE: {"2": "400"}}})
     message = r"example 0: vLLM refuses its prompt: .*fault of status 400"
     with pytest.raises(UserError, match=message):
         sample(servers.sampler, prompts[:1])
-    sample(servers.sampler, prompts[:1])  # the server is as good as before
+    sample(servers.sampler, prompts[:1])
     assert servers.paths().count("/pause") == 1
 
 
-@pytest.mark.parametrize(
-    ("plan", "message"),
-    [
+def test_a_server_of_another_size_of_images_or_other_weights(start, prompts):
+    for plan, message in (
         ({"image_tokens": 1}, r"example [1357]: its images have .* in the vLLM server"),
-        (
-            {"keeps_version": True},
-            "the last vLLM .* weights of no step of this run instead of step 0",
-        ),
-    ],
-)
-def test_a_server_of_another_size_of_images_or_other_weights(start, prompts, plan, message):
-    with pytest.raises(UserError, match=message):
-        sample(start(plan, max_restarts=1).sampler, prompts)
+        ({"keeps_version": True}, "the last vLLM .* of no step of this run instead of step 0"),
+    ):
+        with pytest.raises(UserError, match=message):
+            sample(start(plan, max_restarts=1).sampler, prompts)
 
 
 def test_an_answer_of_older_weights_is_not_used(start, prompts, monkeypatch):
@@ -277,15 +264,12 @@ def test_other_ranks_wait_for_the_weights_that_the_first_loads(start, strategy, 
     sample(first, prompts[:4])
     assert versions(job.result(60)) == {1}
     second.close()
-
-
-def test_other_ranks_wait_no_longer_than_for_a_request(start, strategy, prompts):
-    servers = start({}, publish=False, request_timeout=0.1, max_restarts=0)
-    sampler: Any = servers.sampler
-    load_no_weights(sampler)
-    sampler.publish(0)
+    # They wait no longer than for a request.
+    late: Any = start({}, publish=False, request_timeout=0.1, max_restarts=0).sampler
+    load_no_weights(late)
+    late.publish(0)
     with pytest.raises(UserError, match="was not given the weights of step 0"):
-        sample(sampler, prompts)
+        sample(late, prompts)
 
 
 def test_a_server_on_the_run_s_gpu_is_ready_and_rests_first(strategy, settings, monkeypatch):

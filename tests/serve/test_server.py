@@ -101,11 +101,9 @@ def test_memory_is_freed_and_taken_in_the_order_of_what_comes(level):
 def watch_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The watch, which gives servers 0.3 s to end by themselves."""
     program = tmp_path / "parent_watch.py"
-    text = (
-        Path(parent_watch.__file__).read_text().replace("STOP_SECONDS = 10.0", "STOP_SECONDS = 0.3")
-    )
-    assert "STOP_SECONDS = 0.3" in text
-    program.write_text(text)
+    text = Path(parent_watch.__file__).read_text()
+    assert text.count("STOP_SECONDS = 10.0") == 1
+    program.write_text(text.replace("STOP_SECONDS = 10.0", "STOP_SECONDS = 0.3"))
     monkeypatch.setattr(parent_watch, "__file__", str(program))
     return program
 
@@ -162,14 +160,14 @@ def test_the_log_has_every_start(tmp_path, model_folder):
     assert process.describe_log().splitlines()[1:] == expected
 
 
-@pytest.mark.parametrize("name", ["missing/python", "folder", "text"])
-def test_a_python_that_cannot_be_run(tmp_path, name):
+def test_a_python_that_cannot_be_run(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "text").write_text("")  # nobody may execute it
-    process = ServerProcess([str(tmp_path / name)], {}, tmp_path / "log")
-    with pytest.raises(UserError, match=rf"{name}.*rollout\.vllm\.python"):
-        process.start()
-    assert not (tmp_path / "log").exists()
+    for name in ("missing/python", "folder", "text"):
+        process = ServerProcess([str(tmp_path / name)], {}, tmp_path / "log")
+        with pytest.raises(UserError, match=rf"{name}.*rollout\.vllm\.python"):
+            process.start()
+        assert not (tmp_path / "log").exists()
 
 
 def test_a_server_ends_with_the_process_that_started_it(tmp_path, model_folder):

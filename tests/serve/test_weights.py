@@ -8,6 +8,7 @@ from pathlib import Path
 from threading import Event, Timer
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -129,7 +130,9 @@ def test_a_server_gets_what_the_files_have(way, dtype, part_bytes, server, tmp_p
     ]
 
 
-def test_a_group_with_nccl_begins_as_vllm_s_workers_do(server):
+def test_a_group_with_nccl_begins_as_vllm_s_workers_do_and_its_error_is_a_failure(
+    server, monkeypatch
+):
     transfer, target = make_transfer("nccl", server, make_strategy()), Server(server.url, 10)
     transfer.send([target])
     transfer.send([target])
@@ -140,6 +143,9 @@ def test_a_group_with_nccl_begins_as_vllm_s_workers_do(server):
     target.note("it has failed")
     transfer.send([target])
     assert server.calls.count("/init_weight_transfer_engine") == 2
+    target.note("it has failed")
+    monkeypatch.setattr(server.nccl, "all_reduce", Mock(side_effect=RuntimeError("cuda error")))
+    assert "NCCL failed: cuda error" in str(transfer.send([target])[server.url])
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -169,16 +175,6 @@ def test_another_version_of_nccl_is_not_tried(packages, server, tmp_path, monkey
     assert (found is transfer) == ("nccl" not in packages)
     server.nccl.version = lambda: (2, 29, 7)
     assert weights.replace_refused(transfer, [Server(server.url, 10)], settings) is transfer
-
-
-def test_an_error_of_nccl_is_a_failure(server, monkeypatch):
-    def fail(*arguments: Any, **named: Any) -> None:
-        raise RuntimeError("unhandled cuda error")
-
-    monkeypatch.setattr(server.nccl, "all_reduce", fail)
-    target = Server(server.url, 10)
-    failures = make_transfer("nccl", server, make_strategy()).send([target])
-    assert "NCCL failed: unhandled cuda error" in str(failures[server.url])
 
 
 def test_a_broadcast_that_is_left_behind_keeps_its_group(server, monkeypatch):
