@@ -60,9 +60,7 @@ def test_evaluations_are_due_at_intervals_and_the_first_of_equal_results_is_the_
     assert (evaluator.evaluate(0), evaluator.best) == (None, None)
 
 
-def test_data_that_is_trained_and_evaluated_on_and_settings_of_no_video_are_warned_about(
-    tmp_path, caplog
-):
+def test_held_out_data_that_is_trained_on_and_settings_of_no_video_are_reported(tmp_path, caplog):
     Image.new("RGB", (30, 30)).save(tmp_path / "a.png")
     row = {"question": "How many?", "answer": 3}
     image = row | {"images": ["a.png"]}

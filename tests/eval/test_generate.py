@@ -101,7 +101,6 @@ def test_several_samples_begin_with_the_only_one_and_resume(policy, tmp_path, mo
 
 
 def append(log: PredictionLog, chunk: slice) -> None:
-    """Write the gold answers of some examples."""
     log.append(KEYS[chunk], EXAMPLES[chunk], GOLDS[chunk])
 
 

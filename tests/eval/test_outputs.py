@@ -67,9 +67,8 @@ def test_lmms_eval_samples_are_matched_by_index(capsys, tmp_path):
     assert total["total"]["metrics"]["exact"] == pytest.approx(2 / 3)
 
 
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
+def test_rows_of_another_form_or_of_other_examples_are_named(tmp_path):
+    for lines, message in (
         ([FIRST], f"no output for id '{EXAMPLES[1].id}'"),
         ([{"name": "x"}], r'a row is \{"id": …, "output": text\}, or a sample logged by lmms-eval'),
         ([{"id": "other", "output": "3"}], "no example has the id 'other'"),
@@ -85,12 +84,10 @@ def test_lmms_eval_samples_are_matched_by_index(capsys, tmp_path):
         ([{**FIRST, "output": 3}], ":1: a row is"),
         ([{**FIRST, "turns": [{}]}], ":1: its turns cannot be read: KeyError"),
         (['"a text"'], "p.jsonl:1: "),
-    ],
-)
-def test_rows_of_another_form_or_of_other_examples_are_named(tmp_path, lines, message):
-    path = write_jsonl(tmp_path / "p.jsonl", *lines)
-    with pytest.raises(UserError, match=message):
-        read_outputs(path, EXAMPLES)
+    ):
+        path = write_jsonl(tmp_path / "p.jsonl", *lines)
+        with pytest.raises(UserError, match=message):
+            read_outputs(path, EXAMPLES)
 
 
 def test_missing_resized_sizes_are_named(tmp_path):

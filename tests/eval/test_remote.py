@@ -160,22 +160,18 @@ def test_each_sample_is_asked_for_with_a_seed_of_its_own(tmp_path):
     assert outputs == [*"012345"]
 
 
-@pytest.mark.parametrize(
-    ("status", "concurrency", "message", "most"),
-    [
+def test_a_server_without_answers_is_asked_no_more(tmp_path):
+    for status, concurrency, message, most in (
         (503, 4, f"{ENDED.format(4)}503.*the reason", 2 * (4 + 4)),  # each is asked twice
         (503, 1, f"{ENDED.format(2)}503.*the reason", 2 * (2 + 1)),
         (500, 1, f"{ENDED.format(8)}500.*the reason", 2 * (8 + 1)),
         (400, 1, f"{ENDED.format(8)}400.*the reason", 9),
         (401, 1, "asks for an API key", 2),
-    ],
-    ids=["gone", "gone, one by one", "fails", "refuses every prompt", "an error of every request"],
-)
-def test_a_server_without_answers_is_asked_no_more(status, concurrency, message, most, tmp_path):
-    model = ChatModel(fail=lambda text, earlier: Reply(status=status, body=b"the reason"))
-    with pytest.raises(UserError, match=message):
-        ask(model, make_settings(tmp_path), concurrency=concurrency, retries=1)
-    assert len(model.bodies) <= most
+    ):
+        model = ChatModel(fail=lambda *_, status=status: Reply(status=status, body=b"the reason"))
+        with pytest.raises(UserError, match=message):
+            ask(model, make_settings(tmp_path), concurrency=concurrency, retries=1)
+        assert len(model.bodies) <= most
 
 
 def test_failures_and_refused_prompts_between_answers_do_not_end_the_evaluation(tmp_path):
@@ -232,7 +228,7 @@ def ask_once(
     return resized.images[0], model.bodies[0], completion.text
 
 
-def test_a_model_of_any_kind_gets_an_image_of_the_original_ratio_and_no_extension(tmp_path):
+def test_a_model_of_any_kind_gets_an_image_of_the_original_ratio_and_settings_that_are_set(tmp_path):
     settings = make_settings(tmp_path, "rollout.stop=['!']")
     image, body, _ = ask_once(settings)
     assert sorted(body) == ["max_tokens", "messages", "model", "stop", "temperature"]
@@ -244,9 +240,6 @@ def test_a_model_of_any_kind_gets_an_image_of_the_original_ratio_and_no_extensio
     assert [shown.size for shown in get_images(body)] == [(width, height)]
     assert 900 < width * height <= 1000
     assert width / height == pytest.approx(image.size[0] / image.size[1], 0.1)
-
-
-def test_sampling_settings_are_sent_where_they_are_set(tmp_path):
     given = ["evaluation.temperature=0.7", "prompt.thinking=false", "rollout.min_new_tokens=2"]
     settings = make_settings(tmp_path, *given, "prompt.system=Count.")
     _, body, _ = ask_once(settings)

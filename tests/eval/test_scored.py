@@ -116,7 +116,7 @@ def test_a_source_whose_metric_is_of_the_corpus_has_no_interval(monkeypatch):
     assert math.isnan(found.interval[0])
 
 
-def test_an_evaluation_has_means_and_intervals_over_the_examples():
+def test_an_evaluation_of_samples_has_means_and_intervals_over_the_examples():
     examples = [Example(str(n), (), "How many?", n) for n in range(4)]
     texts = ["0", "0", "1", "7", "2", "8", "9", "9"]  # right: 2, 1, 1 and 0 of 2
     found = evaluate(COUNTING, examples, texts)
@@ -131,9 +131,7 @@ def test_an_evaluation_has_means_and_intervals_over_the_examples():
     assert (row["output"], row["rewards"]["exact"]) == ("1", 0.5)
     samples = [(s["output"], s["rewards"]["exact"]) for s in row.get("samples", [])]
     assert samples == [("1", 1.0), ("7", 0.0)]
-
-
-def test_the_sources_of_a_mixture_have_their_own_metrics_of_samples():
+    # The sources of a mixture have their own.
     examples = [Example(f"{source}/1", (), "How many?", 3, source=source) for source in ("c", "e")]
     found = evaluate(MIXED, examples, ["3", "4", "3.25", "2.5"])
     assert found.metrics["c/pass_at_2"] == 1.0

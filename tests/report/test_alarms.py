@@ -62,11 +62,18 @@ def make_rows(**changes: Callable[[float], float]) -> list[dict[str, float]]:
     ]
 
 
-def test_a_recorded_quickstart_raises_nothing():
+def test_a_recorded_quickstart_raises_nothing_and_with_too_large_a_rate_it_collapses():
     rows = read_rows(RECORDED / "quickstart.jsonl")
     assert len(rows) == 200  # the recipe's steps; exact rose from 0.46 to 0.83 in them
     # 32 prompts with 8 completions each.
     assert collect_alarms(rows, {"exact": 1.0}, completions=256) == []
+    # With 15 times its rate, held-out answers are worse before the mean over 20 steps of the
+    # sampled ones is, and that is no overfitting.
+    before: Row = {"mean_token_accuracy": 0.9, "eval/exact": 0.6}  # a value of the loaded model
+    rows = [before, *read_rows(RECORDED / "too_large_rate.jsonl")]
+    (alarm,) = collect_alarms(rows, {"exact": 1.0}, completions=256)
+    assert (alarm.name, alarm.step) == ("collapse", 12)
+    assert "after learning rates of up to 0.0018 (optim.lr)" in alarm.message
 
 
 FAILURES: dict[str, dict[str, Callable[[float], float]]] = {
@@ -198,12 +205,6 @@ def test_an_alarm_is_raised_again_only_after_it_was_cleared():
     assert raised_at(0.0, 0.3, 0.1, 0.3) == [1, 3]
 
 
-def test_a_failing_reward_raises_an_alarm_within_a_few_steps():
-    (alarm,) = collect_alarms(make_rows(**{"rewards/exact/failed": lambda t: 100}))
-    assert alarm.step < SHORT
-    assert "exact failed on 100.0%" in alarm.message
-
-
 def test_values_that_are_not_numbers_raise_nothing():
     for value in (math.nan, None, "odd"):
         rows: list[Row] = [dict.fromkeys(healthy(step), value) for step in range(STEPS)]
@@ -258,17 +259,10 @@ def test_a_collapse_names_the_learning_rate_and_no_warm_start():
     assert "after learning rates of up to 1 (optim.lr)" in message
 
 
-def test_a_recorded_run_with_too_large_a_rate_collapses_and_does_not_overfit():
-    """quickstart with 15 times its rate: held-out answers are worse before the mean over 20 steps
-    of the sampled ones is, and that is no overfitting."""
-    before: Row = {"mean_token_accuracy": 0.9, "eval/exact": 0.6}  # a value of the loaded model
-    rows = [before, *read_rows(RECORDED / "too_large_rate.jsonl")]
-    (alarm,) = collect_alarms(rows, {"exact": 1.0}, completions=256)
-    assert (alarm.name, alarm.step) == ("collapse", 12)
-    assert "after learning rates of up to 0.0018 (optim.lr)" in alarm.message
-
-
-def test_a_mean_needs_half_of_its_window_and_its_steps_are_stated_as_they_are():
+def test_a_failing_reward_raises_an_alarm_within_a_few_steps_and_a_mean_after_half_a_window():
+    (alarm,) = collect_alarms(make_rows(**{"rewards/exact/failed": lambda t: 100}))
+    assert alarm.step < SHORT
+    assert "exact failed on 100.0%" in alarm.message
     rows: list[Row] = [{**healthy(0), "frac_reward_zero_std": 1.0} for _ in range(10)]
     (alarm,) = collect_alarms(rows)
     assert alarm.step == 9

@@ -55,11 +55,6 @@ def grounding(browser, runs) -> Browser:
     return browser.open(runs / "grounding-0" / "report.html")
 
 
-@pytest.fixture
-def compared(browser, runs) -> Browser:
-    return browser.open(compare_runs([runs / "grounding-0", runs / "grounding-1"]))
-
-
 @pytest.mark.parametrize("task", TASKS)
 def test_page_opens_without_errors(task, browser, runs):
     browser.open(runs / f"{task}-0" / "report.html")
@@ -216,22 +211,24 @@ def test_theme_follows_preference_and_button(browser, runs):
     browser.run("localStorage.clear()")
 
 
-@pytest.mark.parametrize("page", ["grounding", "compared"])
-def test_page_fits_a_phone(page, browser, request):
+def test_page_fits_a_phone(browser, runs):
     size = {"width": 360, "height": 740, "deviceScaleFactor": 2, "mobile": True}
     browser.devtools("Emulation.setDeviceMetricsOverride", size)
-    request.getfixturevalue(page)
-    # The page is not wider than the screen.
-    assert browser.get("document.documentElement.scrollWidth") == 360
-    small = browser.get(
-        "[...document.querySelectorAll('#filters button, #filters select, .quiet')]"
-        ".filter((e) => e.offsetParent && e.getBoundingClientRect().height < 32).length"
-    )
-    assert small == 0  # touch targets are at least 32 pixels high
+    folders = [runs / "grounding-0", runs / "grounding-1"]
+    for page in (folders[0] / "report.html", compare_runs(folders)):
+        browser.open(page)
+        # The page is not wider than the screen.
+        assert browser.get("document.documentElement.scrollWidth") == 360
+        small = browser.get(
+            "[...document.querySelectorAll('#filters button, #filters select, .quiet')]"
+            ".filter((e) => e.offsetParent && e.getBoundingClientRect().height < 32).length"
+        )
+        assert small == 0  # touch targets are at least 32 pixels high
     browser.devtools("Emulation.clearDeviceMetricsOverride", {})
 
 
-def test_comparison_shows_both_runs_which_are_switched_in_all_charts(compared):
+def test_comparison_shows_both_runs_which_are_switched_in_all_charts(browser, runs):
+    compared = browser.open(compare_runs([runs / "grounding-0", runs / "grounding-1"]))
     assert compared.count(".summary") == 2
     entries = get_entries(compared)
     assert len(entries) == 8

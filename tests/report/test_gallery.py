@@ -100,7 +100,7 @@ def test_kind_of_an_answer(tmp_path):
     assert [answer["kind"] for answer in entry["answers"]] == kinds
 
 
-def test_change_from_one_run_to_the_other(tmp_path):
+def test_change_from_one_run_to_the_other_and_from_one_sample_to_the_next(tmp_path):
     worse, better = (
         read_run(make_run(tmp_path, "counting", steps=4, seed=seed, skill=(skill, skill)))
         for seed, skill in enumerate((0.0, 1.0))
@@ -109,9 +109,6 @@ def test_change_from_one_run_to_the_other(tmp_path):
     assert {entry["change"] for entry in entries} == {1.0}  # from all wrong to all right
     first, *_, last = [answer["label"] for answer in entries[0]["answers"]]
     assert (first, last) == ("worse · step 0", "better · step 4")
-
-
-def test_change_of_an_example_sampled_twice(tmp_path):
     right, wrong = COUNTING.gold(EXAMPLE), "99"
     for step, texts in ((0, [right, wrong]), (5, [right, right])):
         write_group(tmp_path, make_group(COUNTING, EXAMPLE, texts), step)
@@ -146,7 +143,7 @@ def test_completion_is_split_into_parts():
         assert split_text(text) == parts
 
 
-def test_unicode_line_separators_do_not_end_a_row_and_long_texts_are_cut(tmp_path):
+def test_no_text_ends_a_row_or_a_script_element_and_long_texts_are_cut(tmp_path):
     texts = ["a\u2028b", "a\x85b", "a\ud800b", "x" * 100_000]
     write_group(tmp_path, make_group(COUNTING, EXAMPLE, texts))
     assert read_run(tmp_path).unreadable == 0
@@ -154,9 +151,6 @@ def test_unicode_line_separators_do_not_end_a_row_and_long_texts_are_cut(tmp_pat
     shown = [answer["parts"][0][1] for answer in entry["answers"]]
     long = "x" * 4000 + " … (96,000 characters more)"
     assert shown == ["a⟨U+2028⟩b", "a⟨U+0085⟩b", "a?b", long]
-
-
-def test_json_is_safe_in_a_script_element():
     text = to_script_json({"a": "</script><!--\u2028&"})
     assert not set("<>&\u2028") & set(text)
     assert json.loads(text) == {"a": "</script><!--\u2028&"}

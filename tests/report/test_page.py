@@ -33,7 +33,11 @@ def test_a_page_has_results_charts_and_alarms_and_names_no_address(counting_run)
     assert "harder examples" in text
 
 
-def test_page_of_a_run_without_steps(tmp_path):
+def test_a_run_without_steps_has_a_page_and_a_folder_without_a_run_has_none(tmp_path):
+    with pytest.raises(UserError, match="holds no run"):
+        build_report(tmp_path)
+    with pytest.raises(UserError, match="no run folder"):
+        build_report(tmp_path / "none")
     (tmp_path / "config.yaml").write_text("task: counting\nmodel: m\noptim: {max_steps: 10}\n")
     text = build_report(tmp_path).read_text("utf-8")
     assert "step 0 of 10, not finished" in text

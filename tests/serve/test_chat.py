@@ -26,12 +26,8 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_request_has_the_turns_of_a_chat_with_their_images():
     red, blue = Image.new("RGB", (4, 2), "red"), Image.new("RGB", (2, 4), "blue")
-    chat = (
-        Turn("system", "Be brief."),
-        Turn("user", "<image>?"),
-        Turn("assistant", "Red."),
-        Turn("user", "And <image>?"),
-    )
+    chat = [Turn("system", "Be brief."), Turn("user", "<image>?")]
+    chat += [Turn("assistant", "Red."), Turn("user", "And <image>?")]
     with serve(ChatModel()) as server:
         ChatClient(Endpoint(server.address)).ask(build_messages(chat, [red, blue]), OPTIONS)
     (listed, (path, headers, body)) = server.requests
@@ -76,16 +72,12 @@ def test_without_a_name_the_server_must_list_one_model():
 
 
 def test_a_refused_or_missing_key_is_named_without_its_value(monkeypatch):
-    for key, body, message in (
-        ("sk-secret", b"bad key sk-secret", "refuses the API key in OPENAI_API_KEY: .*status 401"),
-        (
-            "",
-            b"no key",
-            "asks for an API key: put it into the environment variable OPENAI_API_KEY ",
-        ),
-    ):
+    for key, message in {
+        "sk-secret": "the server refuses the API key in OPENAI_API_KEY: .*status 401",
+        "": "asks for an API key: put it into the environment variable OPENAI_API_KEY ",
+    }.items():
         monkeypatch.setenv("OPENAI_API_KEY", key)
-        refusal = Reply(status=401, body=body)
+        refusal = Reply(status=401, body=b'{"error": "bad key sk-secret"}' if key else b"no key")
         refused = pytest.raises(UserError, match=message)
         with run_judge(lambda _, reply=refusal: reply) as server, refused as caught:
             ChatClient(Endpoint(server.address))
@@ -133,13 +125,9 @@ def test_an_answer_is_read():
 
 
 def test_a_response_without_an_answer_is_a_failure():
-    for body in (
-        b'{"error": "busy"}',
-        b"[]",
-        b'{"choices": []}',
-        b'{"choices": [{"message": {}}]}',
-    ):
-        with run_judge(lambda _, body=body: Reply(body=body)) as server:
+    bodies = '{"error": "busy"}', "[]", '{"choices": []}', '{"choices": [{"message": {}}]}'
+    for body in bodies:
+        with run_judge(lambda _, body=body: Reply(body=body.encode())) as server:
             client = ChatClient(Endpoint(server.address, "a"))
             with pytest.raises(ServiceError, match="the response has no answer"):
                 client.ask([], {})

@@ -62,9 +62,10 @@ def test_only_a_server_of_the_run_has_its_memory_settings():
     assert "gpu-memory-utilization" not in read_options(shared)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "transfer", "sleeps"),
-    [
+def test_flags_of_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    for overrides, transfer, sleeps in (
         ((OWN,), "ipc", True),
         ((OWN, "rollout.steps_ahead=1"), "ipc", False),
         ((OWN, "rollout.steps_ahead=2"), None, False),
@@ -72,21 +73,17 @@ def test_only_a_server_of_the_run_has_its_memory_settings():
         ((OWN, "policy.lora.r=8"), None, True),
         ((SHARED,), "nccl", False),  # a server of vlm-grpo serve, whose runs may ask for it
         ((SHARED, "policy.lora.r=8"), None, False),
-    ],
-)
-def test_flags_of_a_gpu(overrides, transfer, sleeps, monkeypatch):
-    settings = make_settings(*overrides)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    options = read_options(launch.build_command(settings, ADDRESS))
-    expected = None if transfer is None else json.dumps({"backend": transfer})
-    assert options.get("weight-transfer-config") == expected
-    assert ("enable-sleep-mode" in options) == sleeps
-    assert "worker-extension-cls" not in options  # for CPUs
-    if settings.rollout.vllm and settings.rollout.vllm.python:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
-        own = launch.build_environment(settings, GPU)
-        assert own["CUDA_VISIBLE_DEVICES"] == "6"
-        assert ("VLLM_ALLOW_INSECURE_SERIALIZATION" in own) == (transfer == "ipc")
+    ):
+        settings = make_settings(*overrides)
+        options = read_options(launch.build_command(settings, ADDRESS))
+        expected = None if transfer is None else json.dumps({"backend": transfer})
+        assert options.get("weight-transfer-config") == expected
+        assert ("enable-sleep-mode" in options) == sleeps
+        assert "worker-extension-cls" not in options  # for CPUs
+        if OWN in overrides:
+            own = launch.build_environment(settings, GPU)
+            assert own["CUDA_VISIBLE_DEVICES"] == "6"
+            assert ("VLLM_ALLOW_INSECURE_SERIALIZATION" in own) == (transfer == "ipc")
 
 
 def test_what_a_server_frees_depends_on_what_fits(monkeypatch):

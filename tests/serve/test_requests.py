@@ -203,7 +203,7 @@ def test_the_server_gets_each_image_and_pair_of_frames_with_its_place_and_no_los
         assert np.array_equal(blocks.reshape(2, 64, 96, 3), frames[2 * index : 2 * index + 2])
 
 
-def test_an_observed_image_is_sent_behind_the_frames_of_a_clip(clip_policy):
+def test_an_observed_image_is_sent_behind_the_frames_of_a_clip_normalized_alike(clip_policy):
     clip, image = (
         make_prompt(clip_policy, Example("a", (part,), "When?", 0)) for part in (CLIP, IMAGE)
     )
@@ -216,9 +216,7 @@ def test_an_observed_image_is_sent_behind_the_frames_of_a_clip(clip_policy):
     behind = len(clip.token_ids) + 2
     moved = [{**place, "offset": place["offset"] + behind} for place in places[1]]
     assert found["mm_placeholders"]["image"] == [*places[0], *moved]
-
-
-def test_another_normalization_of_clips_than_of_images_is_an_error(clip_policy):
+    # Another normalization of clips than of images is an error.
     clip_policy.processor.video_processor.image_mean = [0.4, 0.5, 0.5]
     with pytest.raises(UserError, match=r"example a: .* a clip unlike those .*sampler=policy"):
         build(clip_policy, MIXED)

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
@@ -21,9 +22,8 @@ from vlm_grpo.serve import parent_watch
 from vlm_grpo.serve.server import Server, ServerProcess, WeightLabel
 
 
-@pytest.mark.parametrize(
-    ("plan", "message"),
-    [
+def test_when_a_server_is_ready_and_whether_it_fits_a_run(tmp_path, model_folder):
+    for plan, message in (
         ({"version": "0.31.2"}, "runs vLLM 0.31.2: install 0.32 or later"),
         ({"served": "Qwen2.5-VL"}, "serves Qwen2.5-VL: start it by vlm-grpo serve"),
         ({"missing": ["/weight_info"]}, "/weight_info: status 404 .*: start it by vlm-grpo serve"),
@@ -33,21 +33,14 @@ from vlm_grpo.serve.server import Server, ServerProcess, WeightLabel
         ({"faults": {"/version": {"*": "400"}}}, "/version: status 400 .*: start it by"),
         ({"faults": {"/v1/models": {"*": "[]"}}}, "/v1/models: .*: start it by"),
         *(({"version": v}, None) for v in ("0.32.0", "0.100.0.dev3+cpu", "1.0", "0.32")),
-    ],
-)
-def test_whether_a_server_fits_a_run(tmp_path, model_folder, plan, message):
-    with run_fake(tmp_path / "fake", model_folder, **plan) as url:
-        server = Server(url, 5)
-        assert server.is_ready()
-        if message is None:
+    ):
+        expected = pytest.raises(UserError, match=message) if message else nullcontext()
+        with run_fake(tmp_path / "fake", model_folder, **plan) as url, expected as caught:
+            server = Server(url, 5)
+            assert server.is_ready()
             server.check()
-            return
-        with pytest.raises(UserError, match=message) as caught:
-            server.check()
-        assert url in str(caught.value)
+        assert caught is None or url in str(caught.value)
 
-
-def test_when_a_server_is_ready(tmp_path, model_folder):
     assert not Server(f"http://127.0.0.1:{get_free_port()}", 5).is_ready()
     faults = {"1": "503", "2": "500", "3": "401"}
     with run_fake(tmp_path / "fake", model_folder, faults={"/v1/models": faults}) as url:

@@ -22,9 +22,6 @@ from vlm_grpo.serve.sampler import VllmSampler
 from vlm_grpo.serve.server import ServerProcess
 from vlm_grpo.training.update import build_updater
 
-SHORT = ("--enforce-eager", "--max-model-len=1024")
-"""Arguments that let a server start sooner."""
-
 
 @pytest.fixture(scope="session")
 def vllm_python() -> Path:
@@ -46,7 +43,8 @@ def server_processes(
     for _ in range(2):
         port = get_free_port()
         command = build_command(settings, ("127.0.0.1", port), on_gpu=False)
-        commands[port] = [*build_program(vllm_python), *command, *SHORT]
+        short = ("--enforce-eager", "--max-model-len=1024")  # starts sooner
+        commands[port] = [*build_program(vllm_python), *command, *short]
     environment = build_environment(settings, torch.device("cpu"))
     with run_servers(commands, environment, folder) as found:
         yield found
