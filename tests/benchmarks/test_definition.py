@@ -9,9 +9,8 @@ import pytest
 import small_tasks
 from benchmark_table import build_tables
 
+from vlm_grpo import UserError, load_task
 from vlm_grpo.benchmarks.definition import benchmark_names, build_benchmark_task, load_benchmark
-from vlm_grpo.errors import UserError
-from vlm_grpo.task.registry import load_task
 from vlm_grpo.tasks.counting import Counting
 from vlm_grpo.types import Example, ImageRef
 from vlm_grpo.utils import trust

@@ -38,7 +38,7 @@ def make_report(name: str, examples: list[Example], texts: list[str]) -> Report:
     return reports.build_report(benchmark, task, examples, outputs, scores)
 
 
-def test_counting_report_by_hand():
+def test_reports_of_counting_and_of_choices_by_hand():
     examples = make_examples([2, 2, 2, 3], kind=["simple", "simple", "complex", "complex"])
     report = make_report("tallyqa", examples, ["2", "2", "4", "many"])
     assert (report.value, report.scored.metrics["answered"]) == (50.0, 0.75)  # two of four
@@ -50,16 +50,14 @@ def test_counting_report_by_hand():
     assert [(r["group"], r["n"]) for r in report.tables["answer"]] == [("2", 3), ("3", 1)]
     table = reports.build_group_table([1.0, 0.0, 1.0], ["10", "9", "unknown"])
     assert [row["group"] for row in table] == ["9", "10", "unknown"]  # by size
-
-
-def test_a_report_of_choices_has_the_share_of_letters_that_begin_a_word():
+    # That of choices has the share of letters that begin a word.
     examples = make_examples([{"options": ["cat", "dog"], "answer": "dog"}] * 4, task=["x"] * 4)
     report = make_report("blink", examples, ["B", "Based on it", "As such", "Sorry"])
     share = "  letters read from the start of a word: 50.0%, such as 'Based on it'"
     assert share in list(format_report(report))
 
 
-def test_ocrbench_is_in_points_of_a_thousand():
+def test_ocrbench_is_in_points_of_a_thousand_and_errors_have_three_places(tmp_path):
     examples = make_examples([["a"], ["b"]], dataset_name=["IIIT5K"] * 2, type=["Regular"] * 2)
     report = make_report("ocrbench", examples, ["it is A", "x"])
     assert report.value == 500.0
@@ -69,9 +67,6 @@ def test_ocrbench_is_in_points_of_a_thousand():
     assert lines[1].startswith("  read: the full output")
     assert "its test has 1000 examples" in lines[2]
     assert any("Qwen2.5-VL-3B-Instruct" in line and "not verified" in line for line in lines)
-
-
-def test_errors_are_printed_with_three_places_unless_no_example_has_one(tmp_path):
     examples = make_examples([2, 2, 3], kind=["val"] * 3)
     report = make_report("fsc147", examples, ["2", "3", "3"])
     lines = list(format_report(report))

@@ -191,13 +191,14 @@ def test_failures_and_refused_prompts_between_answers_do_not_end_the_evaluation(
 
 
 def test_tokens_are_summed(tmp_path, capsys):
+    asked = r"asking policy at http://127\S+, 16 requests at once: images in their "
     for number, tokens in (
         (100, "4,000 prompt and 80 completion tokens"),  # 40 examples of 100 and 2
         (None, "no numbers of tokens, which the server does not report"),
     ):
         ask(ChatModel(prompt_tokens=number), make_settings(tmp_path, name=f"run-{number}"))
         err = capsys.readouterr().err
-        assert re.search(r"asking policy at http://127\S+, 16 requests at once: images in ", err)
+        assert re.search(asked, err)
         assert f"40 answers: {tokens}\n" in err
 
 
@@ -228,7 +229,7 @@ def ask_once(
     return resized.images[0], model.bodies[0], completion.text
 
 
-def test_a_model_of_any_kind_gets_an_image_of_the_original_ratio_and_settings_that_are_set(tmp_path):
+def test_a_model_of_any_kind_gets_an_image_of_the_original_ratio_and_what_is_set(tmp_path):
     settings = make_settings(tmp_path, "rollout.stop=['!']")
     image, body, _ = ask_once(settings)
     assert sorted(body) == ["max_tokens", "messages", "model", "stop", "temperature"]

@@ -8,7 +8,6 @@ from random import Random
 import pytest
 from browser import (
     NEEDS_BROWSER,
-    Browser,
     drag,
     get_chart,
     get_entries,
@@ -40,19 +39,9 @@ HOSTILE = (
 
 
 @pytest.fixture(autouse=True)
-def _no_errors(browser: Browser) -> Iterator[None]:
+def _no_errors(browser) -> Iterator[None]:
     yield
     assert browser.read_log() == []
-
-
-@pytest.fixture
-def counting(browser, runs) -> Browser:
-    return browser.open(runs / "counting-0" / "report.html")
-
-
-@pytest.fixture
-def grounding(browser, runs) -> Browser:
-    return browser.open(runs / "grounding-0" / "report.html")
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -64,7 +53,8 @@ def test_page_opens_without_errors(task, browser, runs):
     assert browser.get(broken) == 0
 
 
-def test_drawings_cover_the_image_which_is_enlarged_and_a_chosen_answer_is_highlighted(grounding):
+def test_drawings_cover_the_image_which_is_enlarged_and_a_choice_is_highlighted(browser, runs):
+    grounding = browser.open(runs / "grounding-0" / "report.html")
     grounding.click(".answer")
     assert grounding.count(".answer.selected") == 1
     assert grounding.get("state.answer === state.shown[state.index].answers[0]")
@@ -93,7 +83,8 @@ def test_drawings_cover_the_image_which_is_enlarged_and_a_chosen_answer_is_highl
     assert grounding.count(layers) == 0
 
 
-def test_arrow_keys_change_the_entry_and_filters_select_entries(counting):
+def test_arrow_keys_change_the_entry_and_filters_select_entries(browser, runs):
+    counting = browser.open(runs / "counting-0" / "report.html")
     counting.press("ArrowRight")
     counting.press("ArrowRight")
     assert get_position(counting) == "3 of 16"
@@ -128,7 +119,8 @@ def test_arrow_keys_change_the_entry_and_filters_select_entries(counting):
     assert counting.read(".chip[aria-pressed=true]")[0].startswith("incorrect")
 
 
-def test_entries_are_sorted_and_a_group_has_its_completions_side_by_side(grounding):
+def test_entries_are_sorted_and_a_group_has_its_completions_side_by_side(browser, runs):
+    grounding = browser.open(runs / "grounding-0" / "report.html")
     changes = [abs(entry["change"] or 0) for entry in get_entries(grounding)]  # the default order
     assert changes == sorted(changes, reverse=True)
     set_filter(grounding, sort="oldest")
@@ -161,7 +153,8 @@ def test_entries_are_sorted_and_a_group_has_its_completions_side_by_side(groundi
     assert all(entry["spread"] == 0 for entry in get_entries(grounding))
 
 
-def test_charts_have_readouts_legends_and_complete_labels(counting, runs):
+def test_charts_have_readouts_legends_and_complete_labels(browser, runs):
+    counting = browser.open(runs / "counting-0" / "report.html")
     readout = counting.run(
         "const plot = document.querySelector('.plot');"
         "plot.scrollIntoView();"
@@ -327,7 +320,8 @@ def test_page_refuses_other_scripts(browser, runs, tmp_path):
     assert refused == [True, True]
 
 
-def test_dragging_and_keys_zoom_all_charts_over_the_steps(counting):
+def test_dragging_and_keys_zoom_all_charts_over_the_steps(browser, runs):
+    counting = browser.open(runs / "counting-0" / "report.html")
     reward = get_chart(counting, "Reward")
     assert get_ticks(counting, reward)[0] == "0"
     drag(counting, reward, 5, 10)

@@ -111,19 +111,15 @@ def test_lines_share_their_steps_keep_the_series_of_their_run_and_are_averaged_i
         assert packed["xs"][0][1] == pytest.approx(size + (size - 1) / 2)
 
 
-def read_colors(theme: int, name: str) -> np.ndarray:
-    """Return the colors of variables in the light (0) or the dark theme (1), as linear RGB."""
+def test_series_stand_out_from_the_card_in_both_themes():
     css = resources.files("vlm_grpo.report").joinpath("page.css").read_text("utf-8")
-    block = css.split("color-scheme:")[theme + 1].partition("}")[0]
-    codes = re.findall(rf"--{name}: #([0-9a-f]{{6}})", block)
-    values = np.array([[int(code[i : i + 2], 16) / 255 for i in (0, 2, 4)] for code in codes])
-    return np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
-
-
-def test_series_stand_out_from_the_card():
-    weights = np.array([0.2126, 0.7152, 0.0722])  # relative luminance, WCAG 2.2
-    for theme in (0, 1):
-        card = float((read_colors(theme, "card") @ weights).item())
-        for luminance in read_colors(theme, r"series-\d") @ weights:
-            low, high = sorted((card, float(luminance)))
+    _, light, dark, *_ = css.split("color-scheme:")
+    for block in (light, dark):
+        names = r"--(card|series-\d): #([0-9a-f]{6})"
+        codes = [code for _, code in sorted(re.findall(names, block.partition("}")[0]))]
+        rgb = np.array([[int(code[i : i + 2], 16) / 255 for i in (0, 2, 4)] for code in codes])
+        linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+        card, *series = linear @ [0.2126, 0.7152, 0.0722]  # relative luminance, WCAG 2.2
+        for luminance in series:
+            low, high = sorted((card, luminance))
             assert (high + 0.05) / (low + 0.05) >= 3  # WCAG 1.4.11

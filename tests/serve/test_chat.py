@@ -3,6 +3,7 @@
 import json
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from chat_model import ChatModel, get_images, serve
@@ -56,7 +57,7 @@ def test_the_key_of_the_environment_is_sent_and_an_empty_one_or_a_missing_server
         ChatClient(Endpoint("http://127.0.0.1:1"))
 
 
-def test_without_a_name_the_server_must_list_one_model():
+def test_without_a_name_the_server_must_list_one_model_and_one_that_is_not_served_is_named():
     for models, message in (
         (("a", "b"), r"serves\n  - a\n  - b\n.*--served-model"),
         ((), r"lists no models.*served-mod"),
@@ -69,6 +70,11 @@ def test_without_a_name_the_server_must_list_one_model():
     with run_judge(lambda body: Reply("4") if body else Reply(status=404)) as server:
         answer = ChatClient(Endpoint(server.address, "b")).ask(QUESTION, {})
     assert (answer.completion.text, answer.prompt_tokens) == ("4", None)
+    model = ChatModel(models=("a", "b"), fail=lambda text, earlier: Reply(status=404, body=b"no c"))
+    with serve(model) as server:
+        client = ChatClient(Endpoint(server.address, "c"))
+        with pytest.raises(UserError, match=r"no model c, .* no c; it serves\n  - a\n  - b"):
+            client.ask(QUESTION, OPTIONS)
 
 
 def test_a_refused_or_missing_key_is_named_without_its_value(monkeypatch):
@@ -82,14 +88,6 @@ def test_a_refused_or_missing_key_is_named_without_its_value(monkeypatch):
         with run_judge(lambda _, reply=refusal: reply) as server, refused as caught:
             ChatClient(Endpoint(server.address))
         assert "sk-secret" not in str(caught.value)
-
-
-def test_a_model_that_is_not_served_is_answered_with_those_that_are():
-    model = ChatModel(models=("a", "b"), fail=lambda text, earlier: Reply(status=404, body=b"no c"))
-    with serve(model) as server:
-        client = ChatClient(Endpoint(server.address, "c"))
-        with pytest.raises(UserError, match=r"no model c, .* no c; it serves\n  - a\n  - b"):
-            client.ask(QUESTION, OPTIONS)
 
 
 def test_a_server_that_renamed_the_limit_gets_its_new_name_from_then_on():
@@ -160,7 +158,7 @@ def test_another_model_that_answers_is_named(replies, warned, message, caplog):
 
 
 def test_a_value_that_is_not_valid_is_named_and_an_address_gets_the_path_of_the_interface():
-    for values, message in (
+    wrong: Any = (
         ({"url": "localhost:8000"}, "'localhost:8000' must start with http://"),
         ({"url": "http://"}, "must start with"),
         ({"url": "http://["}, r"^server 'http://\[' must start with http.* or https.* and a host"),
@@ -168,7 +166,8 @@ def test_a_value_that_is_not_valid_is_named_and_an_address_gets_the_path_of_the_
         ({"url": "https://me:sk-secret@host/v1"}, r"https://host/…: an address has no user"),
         ({"url": "https://host/v1?key=sk-secret"}, r"https://host/…: an address has no user"),
         ({"url": "http://host", "concurrency": 0}, "concurrency is 0; it must be at least 1"),
-    ):
+    )
+    for values, message in wrong:
         with pytest.raises(UserError, match=message) as caught:
             Endpoint(**values)
         assert "sk-secret" not in str(caught.value)

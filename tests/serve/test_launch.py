@@ -30,28 +30,26 @@ def read_options(command: list[str]) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-@pytest.mark.parametrize(
-    "lora",
-    [(), ("policy.lora.r=8",), ("policy.lora.r=9", "policy.lora.target=all")],
-    ids=["full", "language", "all"],
-)
-def test_a_server_is_described_without_the_weights(lora):
-    settings = make_settings(OWN, "policy.max_pixels=5000", *lora)
-    policy = load_policy(settings)
-    trained = {find_part(name) for name, _ in policy.trainable_parameters()}
-    assert launch.describe_adapter(settings)[0] == (trained if lora else set())
-    options = read_options(launch.build_command(settings, ADDRESS))
-    assert json.loads(options["mm-processor-kwargs"])["size"]["longest_edge"] == 5000
-    assert options["logprobs-mode"] == "processed_logprobs"
-    assert options["served-model-name"] == "policy"
-    assert options["dtype"] == settings.policy.dtype
-    assert ("enable-lora" in options) == bool(lora)
-    assert ("enable-tower-connector-lora" in options) == (len(lora) == 2)
-    if lora:
-        assert options["max-lora-rank"] == ("16" if len(lora) == 2 else "8")
+def test_a_server_is_described_without_the_weights():
+    for lora in ((), ("policy.lora.r=8",), ("policy.lora.r=9", "policy.lora.target=all")):
+        settings = make_settings(OWN, "policy.max_pixels=5000", *lora)
+        policy = load_policy(settings)
+        trained = {find_part(name) for name, _ in policy.trainable_parameters()}
+        assert launch.describe_adapter(settings)[0] == (trained if lora else set())
+        options = read_options(launch.build_command(settings, ADDRESS))
+        assert json.loads(options["mm-processor-kwargs"])["size"]["longest_edge"] == 5000
+        assert options["logprobs-mode"] == "processed_logprobs"
+        assert options["served-model-name"] == "policy"
+        assert options["dtype"] == settings.policy.dtype
+        assert ("enable-lora" in options) == bool(lora)
+        assert ("enable-tower-connector-lora" in options) == (len(lora) == 2)
+        if lora:
+            assert options["max-lora-rank"] == ("16" if len(lora) == 2 else "8")
+    ranks = {1: 1, 2: 8, 64: 64, 300: 320, 600: 600}  # those that vLLM allows
+    assert {rank: launch.round_up_rank(rank) for rank in ranks} == ranks
 
 
-def test_only_a_server_of_the_run_has_its_memory_settings():
+def test_flags_of_a_gpu_and_of_the_memory_of_a_server_of_the_run(monkeypatch):
     own = make_settings(OWN, "rollout.vllm.max_model_length=900", "rollout.vllm.arguments=[--x=1]")
     options = read_options(launch.build_command(own, ADDRESS))
     assert (options["max-model-len"], options["x"]) == ("900", "1")
@@ -60,9 +58,6 @@ def test_only_a_server_of_the_run_has_its_memory_settings():
     assert "enable-sleep-mode" not in options
     shared = launch.build_command(make_settings(SHARED), ADDRESS)
     assert "gpu-memory-utilization" not in read_options(shared)
-
-
-def test_flags_of_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     for overrides, transfer, sleeps in (
@@ -81,9 +76,9 @@ def test_flags_of_a_gpu(monkeypatch):
         assert ("enable-sleep-mode" in options) == sleeps
         assert "worker-extension-cls" not in options  # for CPUs
         if OWN in overrides:
-            own = launch.build_environment(settings, GPU)
-            assert own["CUDA_VISIBLE_DEVICES"] == "6"
-            assert ("VLLM_ALLOW_INSECURE_SERIALIZATION" in own) == (transfer == "ipc")
+            environment = launch.build_environment(settings, GPU)
+            assert environment["CUDA_VISIBLE_DEVICES"] == "6"
+            assert ("VLLM_ALLOW_INSECURE_SERIALIZATION" in environment) == (transfer == "ipc")
 
 
 def test_what_a_server_frees_depends_on_what_fits(monkeypatch):
@@ -143,8 +138,3 @@ def test_users_get_the_trained_model_under_its_name_with_its_chat(tmp_path, monk
     settings = load_settings("quickstart", ["prompt.thinking=false"])
     options = read_options(launch.build_public_command(settings, None, "mine", ADDRESS))
     assert json.loads(options["default-chat-template-kwargs"]) == {"enable_thinking": False}
-
-
-def test_ranks_of_adapters_are_those_that_vllm_allows():
-    ranks = {1: 1, 2: 8, 64: 64, 300: 320, 600: 600}
-    assert {rank: launch.round_up_rank(rank) for rank in ranks} == ranks

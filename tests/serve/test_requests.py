@@ -36,7 +36,7 @@ def build(policy: Policy, example: Example, numbers: range = range(2)) -> tuple[
     return prompt, build_request(policy, prompt, sampling, numbers, (0, 3))
 
 
-def make_choice(index: int = 0, tokens: Any = (1, 2), reason: str = "stop", **changes: Any) -> Any:
+def make_choice(index: int = 0, tokens: Any = (1, 2), reason: Any = "stop", **changes: Any) -> Any:
     return {
         "index": index,
         "token_ids": list(tokens),

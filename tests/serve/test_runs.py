@@ -14,12 +14,11 @@ from commands import fails
 from fake_vllm import read_calls, run_fake
 from processes import is_alive, is_listening, wait_for
 from safetensors.torch import load_file
-from small_runs import LORA, assert_same_run, load_weights, make_trainer, read_metrics
+from small_runs import LORA, assert_same_run, load_weights, read_metrics
 
 from vlm_grpo import Settings, cli, train
 
 GENERATE = "/inference/v1/generate"
-EVERY_STEP = {"every": 1, "keep_last": 10}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -51,9 +50,9 @@ def write(settings: Settings, folder: Path) -> Path:
 
 @pytest.mark.parametrize("policy", [{"dtype": "float32"}, LORA], ids=["full weights", "adapters"])
 def test_each_step_is_sampled_with_weights_of_its_checkpoint(settings, fake, model_folder, policy):
-    build = settings({"has_child": True}, policy=policy, checkpoint=EVERY_STEP)
-    trainer = make_trainer(build)
-    trainer.run()
+    every = {"every": 1, "keep_last": 10}
+    build = settings({"has_child": True}, policy=policy, checkpoint=every)
+    train(build)
     assert len(read_metrics(build.run_dir)) == 4
     versions = [call["version"] for call in read_calls(fake, GENERATE)[1:]]
     assert [int(version.rpartition("/")[2]) for version in versions] == sorted([0, 1, 2, 3] * 3)

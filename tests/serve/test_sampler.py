@@ -90,19 +90,11 @@ def expected(start: Any, prompts: list[Prompt]) -> Any:
     return tokens(sample(start({}).sampler, prompts))
 
 
-def test_groups_are_in_the_order_of_the_prompts(start, prompts):
-    servers = start({})
-    groups = sample(servers.sampler, prompts)
-    assert [len(group) for group in groups] == [3] * 8
-    assert len({str(group) for group in tokens(groups)}) == 8
-    # Each prompt has its own seed, so that a prompt alone gives the same.
-    assert tokens(sample(servers.sampler, prompts[:1])) == tokens(groups)[:1]
-    assert versions(groups) == {0}
-
-
 def test_servers_share_the_prompts_and_have_the_weights_before_the_first(start, prompts, expected):
     servers = start({"seconds": 0.05}, {"seconds": 0.05})
     assert tokens(sample(servers.sampler, prompts)) == expected
+    assert [len(group) for group in expected] == [3] * 8
+    assert len({str(group) for group in expected}) == 8
     counts = [paths(servers, number).count(GENERATE) for number in range(2)]
     assert sum(counts) == 8
     assert min(counts) > 0
@@ -114,6 +106,8 @@ def test_servers_share_the_prompts_and_have_the_weights_before_the_first(start, 
         assert paths(servers, number).count("/pause") == 3
         found = [call["version"] for call in read_calls(servers.folders[number], GENERATE)[1:]]
         assert found == sorted(found)
+    # Each prompt has its own seed, so that a prompt alone gives the same.
+    assert tokens(sample(servers.sampler, prompts[:1])) == expected[:1]
 
 
 def test_a_rollout_has_the_weights_of_when_it_was_started_unless_it_is_cancelled(start, prompts):
@@ -183,16 +177,16 @@ def test_failures_are_counted_until_a_rollout_is_finished(start, prompts):
     assert paths(servers).count("/pause") == 1
 
 
-def test_a_server_of_another_size_of_images_or_other_weights(start, prompts):
+def test_a_server_of_another_size_of_images_or_other_weights_is_not_used(
+    start, prompts, monkeypatch
+):
     for plan, message in (
         ({"image_tokens": 1}, r"example [1357]: its images have .* in the vLLM server"),
-        ({"keeps_version": True}, "the last vLLM .* of no step of this run instead of step 0"),
+        ({"keeps_version": True}, "last vLLM .* weights of no step of this run instead of step 0"),
     ):
         with pytest.raises(UserError, match=message):
             sample(start(plan, max_restarts=1).sampler, prompts)
-
-
-def test_an_answer_of_older_weights_is_not_used(start, prompts, monkeypatch):
+    # Nor is an answer of older weights.
     servers = start({}, max_restarts=0)
     sample(servers.sampler, prompts)
     servers.sampler.publish(1)
@@ -201,9 +195,7 @@ def test_an_answer_of_older_weights_is_not_used(start, prompts, monkeypatch):
     monkeypatch.setattr(Server, "resume", lambda s, version, _: setattr(s, "version", version))
     with pytest.raises(UserError, match="sampled with weights of step 0 instead of step 1"):
         sample(servers.sampler, prompts)
-
-
-def test_base_weights_that_were_replaced_are_refused(start, monkeypatch):
+    # Nor are base weights that were replaced.
     monkeypatch.setattr(WeightLabel, "kind", "adapters")
     servers = start({"weights": "weights/another/3"}, publish=False)
     with pytest.raises(UserError, match=f"{servers.urls[0]}: its base weights were replaced"):

@@ -43,7 +43,7 @@ def test_when_a_server_is_ready_and_whether_it_fits_a_run(tmp_path, model_folder
 
     assert not Server(f"http://127.0.0.1:{get_free_port()}", 5).is_ready()
     faults = {"1": "503", "2": "500", "3": "401"}
-    with run_fake(tmp_path / "fake", model_folder, faults={"/v1/models": faults}) as url:
+    with run_fake(tmp_path / "other", model_folder, faults={"/v1/models": faults}) as url:
         server = Server(url, 5)
         assert [server.is_ready() for _ in range(4)] == [False, False, True, True]
 
@@ -63,6 +63,7 @@ def test_a_weight_label_tells_the_versions_of_its_own_run():
 
 RESUME = ["/reset_encoder_cache", "/reset_prefix_cache", "/update_weight_version", "/resume"]
 FREED = {
+    None: ([], ["/pause?mode=wait"]),  # nothing is freed
     0: (["/pause?mode=wait", "/release_kv_cache_memory"], []),
     1: (["/sleep?level=1&mode=wait"], ["/wake_up?tags=weights"]),
     2: (["/sleep?level=2&mode=wait"], ["/wake_up?tags=weights"]),
@@ -70,9 +71,9 @@ FREED = {
 """For each level the requests that free memory, and those that make room for weights."""
 
 
-@pytest.mark.parametrize("level", [None, *FREED])
+@pytest.mark.parametrize("level", FREED)
 def test_memory_is_freed_and_taken_in_the_order_of_what_comes(level):
-    free, make_room = ([], ["/pause?mode=wait"]) if level is None else FREED[level]
+    free, make_room = FREED[level]
     with run_transfer_server() as fake:
         server = Server(fake.url, 10, sleep_level=level)
         server.version = 4
@@ -218,16 +219,16 @@ def test_exit_status_of_the_command(start, tmp_path, command, status):
 
 def test_signals_of_the_terminal_are_ignored(start, tmp_path):
     """The run decides when its server ends; the server itself reacts to signals as always."""
-    process = start(f"{TREE} wait")
+    process, signals = start(f"{TREE} wait"), (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     parent, _ = read_numbers(tmp_path)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in signals:
         process.send_signal(number)
     time.sleep(0.1)
     assert process.poll() is None
     assert is_alive(parent)
     status = Path(f"/proc/{parent}/status").read_text()
     ignored = int(status.partition("SigIgn:")[2].split()[0], 16)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in signals:
         assert not ignored >> (number - 1) & 1, number
     process.stdin.close()
     assert process.wait(30) == 143  # 128 + 15 (SIGTERM)

@@ -14,9 +14,8 @@ from accelerate import Accelerator
 from accelerate.utils.other import get_free_port
 from vllm_runs import LORA, make_settings, run_servers
 
-from vlm_grpo.config.run import Settings
+from vlm_grpo import Settings, load_policy
 from vlm_grpo.dist.strategy import Strategy
-from vlm_grpo.model.policy import load_policy
 from vlm_grpo.serve.launch import build_command, build_environment, build_program
 from vlm_grpo.serve.sampler import VllmSampler
 from vlm_grpo.serve.server import ServerProcess

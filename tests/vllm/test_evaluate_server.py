@@ -12,9 +12,7 @@ from accelerate.utils.other import get_free_port
 from tiny_models import noise_example
 from vllm_runs import run_servers
 
-from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.errors import UserError
-from vlm_grpo.eval.evaluate import evaluate
+from vlm_grpo import UserError, evaluate, load_settings
 from vlm_grpo.model.loading import get_model_source, load_prompt_builder
 from vlm_grpo.serve.chat import ChatClient, Endpoint, build_messages
 from vlm_grpo.task import PlainQuestion
