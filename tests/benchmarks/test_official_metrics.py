@@ -34,9 +34,8 @@ def make_example(answer: object, **meta: object) -> Example:
     return Example("a", (image,), "?", answer, meta)
 
 
-@pytest.mark.parametrize(
-    ("text", "answers", "dataset", "expected"),
-    [
+def test_ocrbench():
+    for text, answers, dataset, expected in (
         ("CENTRE", ["centre"], "IIIT5K", 1),  # case is ignored
         ("The word is: centre.", ["CENTRE"], "IIIT5K", 1),  # the text contains the answer
         ("cent re", ["CENTRE"], "IIIT5K", 0),  # spaces are not ignored
@@ -46,10 +45,8 @@ def make_example(answer: object, **meta: object) -> Example:
         ("x ^ { 2 }", ["x^{2}"], "HME100k", 1),  # formulas: spaces are ignored
         ("X^{2}", ["x^{2}"], "HME100k", 0),  # but case is not
         ("= x^{2} + 1", ["x^{2}"], "HME100k", 1),
-    ],
-)
-def test_ocrbench(text, answers, dataset, expected):
-    assert official.ocrbench(text, answers, dataset) == expected
+    ):
+        assert official.ocrbench(text, answers, dataset) == expected
 
 
 def test_vqa_accuracy_agrees_with_leaving_each_answer_out():
@@ -61,21 +58,18 @@ def test_vqa_accuracy_agrees_with_leaving_each_answer_out():
         for text, number in {"2": "2", "one": "1", "four": "4"}.items():
             by_hand = sum(min(1, rest.count(number) / 3) for rest in others) / 10
             assert official.vqa_accuracy(text, answers) == pytest.approx(by_hand)
-
-
-def test_vqa_accuracy_counts_annotators_with_a_missing_answer():
-    # Three of ten: (3·2 + 7·3)/30; with nine annotators it would be (3·2 + 6·3)/27.
+    # A missing answer counts: (3·2 + 7·3)/30; with nine annotators it would be (3·2 + 6·3)/27.
     assert official.vqa_accuracy("nokia", ["nokia"] * 3 + ["x"] * 6) == pytest.approx(0.9)
 
 
-@pytest.mark.parametrize("text", NORMALIZED)
-def test_vqa_normalization(text):
-    assert official.normalize_vqa(text) == NORMALIZED[text]
+def test_vqa_normalization_and_the_letters_and_digits_of_word_recognition():
+    assert {text: official.normalize_vqa(text) for text in NORMALIZED} == NORMALIZED
+    texts = ("STAR24", "star-24!", "star2", "it says: star24")
+    assert [official.word_recognition(text, ["Star24"]) for text in texts] == [1, 1, 0, 0]
 
 
-@pytest.mark.parametrize(
-    ("text", "answers", "paper", "rrc"),
-    [
+def test_anls_of_the_paper_and_of_the_script():
+    for text, answers, paper, rrc in (
         ("exit", ["EXIT"], 1, 1),
         ("abcd", ["abxy"], 0, 0.5),  # exactly one half: 0 in the paper, kept by the script
         ("abc", ["abxyz"], 0, 0),  # 1 − 3/5
@@ -83,20 +77,12 @@ def test_vqa_normalization(text):
         ("", ["a"], 0, 0),
         # Padding: 4 edits, 8 characters with the spaces; the script divides by all of them.
         ("abcd    ", ["xyzw"], 0, 0.5),
-    ],
-)
-def test_anls_of_the_paper_and_of_the_script(text, answers, paper, rrc):
-    assert anls(text, answers) == pytest.approx(paper)
-    assert official.anls_rrc(text, answers) == pytest.approx(rrc)
+    ):
+        assert anls(text, answers) == pytest.approx(paper)
+        assert official.anls_rrc(text, answers) == pytest.approx(rrc)
 
 
-def test_word_recognition_reads_letters_and_digits_alone():
-    texts = ("STAR24", "star-24!", "star2", "it says: star24")
-    assert [official.word_recognition(text, ["Star24"]) for text in texts] == [1, 1, 0, 0]
-
-
-@pytest.mark.parametrize(("words", "peer"), [(False, "cer"), (True, "wer")])
-def test_error_rates_agree_with_jiwer(words, peer):
+def test_error_rates_agree_with_jiwer():
     rng = random.Random(1)
 
     def draw() -> str:
@@ -104,52 +90,38 @@ def test_error_rates_agree_with_jiwer(words, peer):
         return " ".join(text.split()) or "a"  # jiwer merges spaces first
 
     golds, texts = ([draw() for _ in range(100)] for _ in range(2))
-    assert error_rate(texts, golds, words) == pytest.approx(getattr(jiwer, peer)(golds, texts))
-    with pytest.raises(ValueError, match="gold texts are empty"):
-        error_rate(["a"], [""], words)
+    assert error_rate(texts, golds, words=False) == pytest.approx(jiwer.cer(golds, texts))
+    assert error_rate(texts, golds, words=True) == pytest.approx(jiwer.wer(golds, texts))
+    for words in (False, True):
+        with pytest.raises(ValueError, match="gold texts are empty"):
+            error_rate(["a"], [""], words)
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [
-        lambda text: official.ocrbench(text, ["a"], "IIIT5K"),
-        lambda text: official.vqa_accuracy(text, ["a"] * 10),
-        lambda text: official.anls_rrc(text, ["a"]),
-        lambda text: official.word_recognition(text, ["a"]),
-    ],
-)
-@pytest.mark.parametrize("text", ["", "9" * 100_000, "a " * 50_000, "\x00", "٣", "-" * 100_000])
-def test_every_text_has_a_score_between_0_and_1(rule, text):
-    assert 0.0 <= rule(text) <= 1.0
+def test_every_text_has_a_score_between_0_and_1():
+    for text in ("", "9" * 100_000, "a " * 50_000, "\x00", "٣", "-" * 100_000):
+        assert 0.0 <= official.ocrbench(text, ["a"], "IIIT5K") <= 1.0
+        assert 0.0 <= official.vqa_accuracy(text, ["a"] * 10) <= 1.0
+        assert 0.0 <= official.anls_rrc(text, ["a"]) <= 1.0
+        assert 0.0 <= official.word_recognition(text, ["a"]) <= 1.0
 
 
-@pytest.mark.parametrize(
-    ("text", "answer", "is_near"),
-    [
+def test_relaxed_accuracy():
+    for text, answer, is_near in (
         ("21", "20", True),  # exactly 5 %
         ("18.9", "20", False),
         ("21%", "0.2", True),  # a hundredth
-        ("20", "20%", False),
-        ("20 %", "20%", True),
-        ("2%%", "0.02", True),
-        ("-2", "2", False),
+        *(("20", "20%", False), ("20 %", "20%", True), ("2%%", "0.02", True), ("-2", "2", False)),
         ("1e2", "95", False),  # 5 of 95
         ("0.2", "0", False),  # of a gold answer of 0 the texts are compared
-        ("0", "0", True),
-        ("NO", "no", True),
-        ("$2", "2", False),
-        ("nan", "nan", False),
+        *(("0", "0", True), ("NO", "no", True), ("$2", "2", False), ("nan", "nan", False)),
         ("", "%", False),
-    ],
-)
-def test_relaxed_accuracy(text, answer, is_near):
-    for answers in ([answer], ["Yes", answer]):
-        assert official.relaxed_accuracy(text, answers) == is_near
+    ):
+        for answers in ([answer], ["Yes", answer]):
+            assert official.relaxed_accuracy(text, answers) == is_near
 
 
-@pytest.mark.parametrize(
-    ("text", "answer", "meta", "expected"),
-    [
+def test_mathvista():
+    for text, answer, meta, expected in (
         ("(A)", "145°", CHOICES, 1),
         ("(c) B", "circle", CHOICES, 1),  # the letter in brackets decides
         ("B", "B", CHOICES, 1),  # a letter alone is the second choice
@@ -165,40 +137,37 @@ def test_relaxed_accuracy(text, answer, is_near):
         ("1.2", "1.2", {"answer_type": "float", "precision": 1.0}, 1),
         ("[1, 2]", "[1, 2]", {"answer_type": "list"}, 1),
         ("[1,2]", "[1, 2]", {"answer_type": "list"}, 0),
-    ],
-)
-def test_mathvista(text, answer, meta, expected):
-    assert official.mathvista(text, answer, meta) == expected
+    ):
+        assert official.mathvista(text, answer, meta) == expected
 
 
-@pytest.mark.parametrize(
-    ("box", "at_least", "above", "mean_above"),
-    [
+def test_accuracy_at_least_and_above():
+    row = make_example({"boxes": [[0, 0, 10, 10]]})
+    task = load_benchmark("refcoco").load_task()
+    for box, at_least, above, mean_above in (
         # Against [0, 0, 10, 10]: half of it has an IoU of exactly 0.5, which is not above 0.5.
         ([0, 0, 10, 5], 1, 0, 0.0),
         ([0, 0, 10, 5.1], 1, 1, 0.1),  # above one of ten thresholds, 0.5
         ([0, 0, 10, 10], 1, 1, 1.0),
         ([0, 0, 10, 7.5], 1, 1, 0.5),  # above 0.5, 0.55, 0.6, 0.65 and 0.7, not above 0.75
         ([50, 50, 60, 60], 0, 0, 0.0),
-    ],
-)
-def test_accuracy_at_least_and_above(box, at_least, above, mean_above):
-    row = make_example({"boxes": [[0, 0, 10, 10]]})
-    task = load_benchmark("refcoco").load_task()
-    answer = (tuple(map(float, box)),)
-    assert task.score(f"{box}", row).metrics["accuracy_50"] == at_least
-    assert RULES["accuracy_above_50"](answer, row) == above
-    assert RULES["mean_accuracy_above"](answer, row) == pytest.approx(mean_above)
+    ):
+        answer = (tuple(map(float, box)),)
+        assert task.score(f"{box}", row).metrics["accuracy_50"] == at_least
+        assert RULES["accuracy_above_50"](answer, row) == above
+        assert RULES["mean_accuracy_above"](answer, row) == pytest.approx(mean_above)
 
 
-def test_a_missing_answer_earns_nothing_by_any_rule():
+def test_a_missing_answer_earns_nothing_by_any_rule_and_is_an_empty_text_in_error_rates():
     for name in RULES.keys() - {"mae"}:
         of_boxes = name.startswith(("accuracy", "mean_accuracy"))
         gold = {"boxes": [[0, 0, 10, 10]]} if of_boxes else ["b"]
         assert RULES[name](None, make_example(gold, type="science QA en")) == 0.0
+    rows = [make_example(["ab"]), make_example(["cd"])]
+    assert CORPUS_RULES["cer_micro"](["ab", None], rows) == 0.5  # 2 deletions of 4 characters
 
 
-def test_the_figure_of_cv_bench_is_the_mean_of_2d_and_3d():
+def test_figures_of_groups_are_means_and_a_circle_is_right_if_all_its_rotations_are():
     golds = [("2D", "ADE20K"), ("2D", "ADE20K"), ("2D", "COCO"), ("3D", "Omni3D"), ("3D", "Omni3D")]
     gold = {"options": ["a", "b"], "answer": "b"}
     rows = [make_example(gold, type=kind, source=source) for kind, source in golds]
@@ -206,9 +175,7 @@ def test_the_figure_of_cv_bench_is_the_mean_of_2d_and_3d():
     assert CORPUS_RULES["cv_bench"]([1, None, 1, 0, 1], rows) == 0.625
     tasks = [make_example(gold, task=task) for task in ("Counting", "Jigsaw", "Jigsaw")]
     assert CORPUS_RULES["blink"]([1, 0, 1], tasks) == 0.75
-
-
-def test_a_circle_is_right_if_all_its_rotations_are():
+    # A circle is right if all its rotations are.
     turned = [["a", "b"], ["b", "a"]]
     golds = [{"options": options, "answer": "b"} for options in turned]
     rows = [make_example(gold, circle=circle) for circle in (7, 8) for gold in golds]
@@ -216,11 +183,6 @@ def test_a_circle_is_right_if_all_its_rotations_are():
     assert CORPUS_RULES["circular"]([1, None, 1, 0], rows) == 0.5
     twins = make_example({"options": ["a", "a", "b"], "answer": "a"}, circle=1)
     assert CORPUS_RULES["circular"]([1], [twins]) == 1.0
-
-
-def test_error_rates_count_a_missing_answer_as_an_empty_text():
-    rows = [make_example(["ab"]), make_example(["cd"])]
-    assert CORPUS_RULES["cer_micro"](["ab", None], rows) == 0.5  # 2 deletions of 4 characters
 
 
 def test_groups_of_examples_by_size_answer_and_meta():
@@ -234,16 +196,6 @@ def test_groups_of_examples_by_size_answer_and_meta():
     assert official.get_group("size", make_example({"boxes": []})) == "0 boxes"
 
 
-def suppress_as_the_script(boxes: list, gold: list) -> list:
-    """Suppress boxes around each gold box as OVDEval does."""
-    removed, keep = set(), set()
-    for box, _ in gold:
-        near = [i for i, (other, _) in enumerate(boxes) if iou(box, other) > 0.5]
-        keep |= {*near[-1:]}  # of equal scores, a reversed argsort takes the last
-        removed |= {*near[:-1]}
-    return [found for i, found in enumerate(boxes) if i not in removed - keep]
-
-
 def test_nms_ap_agrees_with_the_official_computation_on_random_boxes():
     rng = random.Random(0)
     found, golds = [], []
@@ -255,7 +207,14 @@ def test_nms_ap_agrees_with_the_official_computation_on_random_boxes():
     columns = [zip(*gold, strict=True) for gold in golds]
     rows = [make_example({"boxes": [*b], "labels": [f"L{n}" for n in ids]}) for b, ids in columns]
     answers = [tuple((box, f"l{label}") for box, label in boxes) for boxes in found]
-    kept = [suppress_as_the_script(*pair) for pair in zip(found, golds, strict=True)]
+    kept = []
+    for boxes, gold in zip(found, golds, strict=True):  # OVDEval suppresses boxes around each gold
+        removed, keep = set[int](), set[int]()
+        for box, _ in gold:
+            near = [i for i, (other, _) in enumerate(boxes) if iou(box, other) > 0.5]
+            keep |= {*near[-1:]}  # of equal scores, a reversed argsort takes the last
+            removed |= {*near[:-1]}
+        kept.append([own for i, own in enumerate(boxes) if i not in removed - keep])
     expected = coco_average_precision(kept, golds)["ap"]
     assert 0.05 < expected < 0.95, "neither trivially right nor wrong"
     assert CORPUS_RULES["nms_ap"](answers, rows) == pytest.approx(expected)
@@ -293,11 +252,7 @@ def test_metrics_of_charades_sta_are_those_of_the_definition():
         assert {name: found[name] for name in expected} == pytest.approx(expected, abs=1e-9), output
         earned += expected["iou"] > 0
     assert earned > 200
-
-
-def test_an_iou_that_is_rounded_below_its_threshold_is_no_hit():
-    # The IoU is the threshold, but 0.29999999999999993 and so on in the script's arithmetic.
-    task = load_benchmark("charades_sta").load_task()
+    # No hit: the IoU is the threshold, but 0.29999999999999993 and so on in the script.
     for limit, gold, output in (
         (30, [0.2, 1.2], "0.9 to 1.2"),
         (50, [0.1, 5.3], "2.7 to 5.3"),

@@ -38,7 +38,7 @@ def make_report(name: str, examples: list[Example], texts: list[str]) -> Report:
     return reports.build_report(benchmark, task, examples, outputs, scores)
 
 
-def test_counting_report_by_hand():
+def test_reports_of_counting_and_of_choices_by_hand():
     examples = make_examples([2, 2, 2, 3], kind=["simple", "simple", "complex", "complex"])
     report = make_report("tallyqa", examples, ["2", "2", "4", "many"])
     assert (report.value, report.scored.metrics["answered"]) == (50.0, 0.75)  # two of four
@@ -48,16 +48,16 @@ def test_counting_report_by_hand():
     kinds = [(r["group"], r["n"], r["mean"]) for r in report.tables["kind"]]
     assert kinds == [("complex", 2, 0.0), ("simple", 2, 1.0)]
     assert [(r["group"], r["n"]) for r in report.tables["answer"]] == [("2", 3), ("3", 1)]
-
-
-def test_a_report_of_choices_has_the_share_of_letters_that_begin_a_word():
+    table = reports.build_group_table([1.0, 0.0, 1.0], ["10", "9", "unknown"])
+    assert [row["group"] for row in table] == ["9", "10", "unknown"]  # by size
+    # That of choices has the share of letters that begin a word.
     examples = make_examples([{"options": ["cat", "dog"], "answer": "dog"}] * 4, task=["x"] * 4)
     report = make_report("blink", examples, ["B", "Based on it", "As such", "Sorry"])
     share = "  letters read from the start of a word: 50.0%, such as 'Based on it'"
     assert share in list(format_report(report))
 
 
-def test_ocrbench_is_in_points_of_a_thousand():
+def test_ocrbench_is_in_points_of_a_thousand_and_errors_have_three_places(tmp_path):
     examples = make_examples([["a"], ["b"]], dataset_name=["IIIT5K"] * 2, type=["Regular"] * 2)
     report = make_report("ocrbench", examples, ["it is A", "x"])
     assert report.value == 500.0
@@ -67,9 +67,6 @@ def test_ocrbench_is_in_points_of_a_thousand():
     assert lines[1].startswith("  read: the full output")
     assert "its test has 1000 examples" in lines[2]
     assert any("Qwen2.5-VL-3B-Instruct" in line and "not verified" in line for line in lines)
-
-
-def test_errors_are_printed_with_three_places():
     examples = make_examples([2, 2, 3], kind=["val"] * 3)
     report = make_report("fsc147", examples, ["2", "3", "3"])
     lines = list(format_report(report))
@@ -80,20 +77,21 @@ def test_errors_are_printed_with_three_places():
     line = reports.format_comparison(report.benchmark, comparison)
     assert line.startswith("difference +0.333 [+0.000, +1.000], p = ")
     assert line.endswith("n = 3; 0 better, 1 worse)")
+    path = tmp_path / "x.yaml"
+    path.write_text("title: Errors\ntask: counting\nmetric: absolute_error\n")
+    with pytest.raises(UserError, match="absolute_error of Errors is undefined"):
+        make_report(str(path), make_examples([1, 2]), ["x", "y"])
 
 
-@pytest.mark.parametrize(
-    ("name", "count", "warning"),
-    [
+def test_a_report_warns_of_missing_rows():
+    for name, count, warning in (
         ("super_clevr_200", 200, None),
         ("fsc147", 2, "its test has 1190, val has 1286 examples; this is a part"),
         ("clevr", 2, None),  # its number of examples is not published
-    ],
-)
-def test_a_report_warns_of_missing_rows(name, count, warning):
-    report = make_report(name, make_examples([1] * count), ["1"] * count)
-    assert (warning or "") in (text := "\n".join(format_report(report)))
-    assert ("this is a part" in text) == bool(warning)
+    ):
+        report = make_report(name, make_examples([1] * count), ["1"] * count)
+        assert (warning or "") in (text := "\n".join(format_report(report)))
+        assert ("this is a part" in text) == bool(warning)
 
 
 def test_grounding_report_has_sizes_and_the_whole_image_as_baseline():
@@ -104,26 +102,11 @@ def test_grounding_report_has_sizes_and_the_whole_image_as_baseline():
     assert report.baseline == ("the whole image", 0.0)  # no shape fills half of its image
     assert report.metrics["accuracy_above_50"] == 0.5
     assert sum(row["n"] for row in report.tables["size"]) == 20
-
-
-def test_a_corpus_metric_has_no_interval_and_no_values_of_examples():
-    shapes = make_shapes.draw_examples("grounding", 4, seed=3)
     task = load_benchmark("coco").load_task()
-    report = make_report("coco", shapes, [task.gold(row) for row in shapes])
+    report = make_report("coco", examples, [task.gold(row) for row in examples])
     assert report.value == pytest.approx(100.0)
+    # A metric of the corpus has no interval and no values of examples.
     assert (report.interval, report.values, report.tables) == (None, None, {})
-
-
-def test_a_metric_that_is_undefined_on_all_examples_is_refused(tmp_path):
-    path = tmp_path / "x.yaml"
-    path.write_text("title: Errors\ntask: counting\nmetric: absolute_error\n")
-    with pytest.raises(UserError, match="absolute_error of Errors is undefined"):
-        make_report(str(path), make_examples([1, 2]), ["x", "y"])
-
-
-def test_groups_with_numbers_are_sorted_by_size():
-    table = reports.build_group_table([1.0, 0.0, 1.0], ["10", "9", "unknown"])
-    assert [row["group"] for row in table] == ["9", "10", "unknown"]
 
 
 def test_comparison_is_paired():

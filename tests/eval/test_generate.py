@@ -101,11 +101,10 @@ def test_several_samples_begin_with_the_only_one_and_resume(policy, tmp_path, mo
 
 
 def append(log: PredictionLog, chunk: slice) -> None:
-    """Write the gold answers of some examples."""
     log.append(KEYS[chunk], EXAMPLES[chunk], GOLDS[chunk])
 
 
-def test_a_stopped_evaluation_keeps_its_complete_lines(tmp_path):
+def test_a_stopped_evaluation_keeps_the_complete_lines_of_each_process(tmp_path):
     log = PredictionLog(tmp_path, REQUEST)
     append(log, slice(4))
     append(log, slice(4, 6))
@@ -122,6 +121,11 @@ def test_a_stopped_evaluation_keeps_its_complete_lines(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["predictions.jsonl", "request.json"]
     assert [*PredictionLog(tmp_path, REQUEST).outputs] == KEYS
     assert read_outputs(resumed.path, EXAMPLES) == (examples, GOLDS)
+    first, second = (PredictionLog(tmp_path / "ranks", REQUEST, rank=rank) for rank in range(2))
+    append(first, slice(5))
+    append(second, slice(5, 10))
+    assert first.rank_path != second.rank_path
+    assert PredictionLog(tmp_path / "ranks", REQUEST).outputs == dict(zip(KEYS, GOLDS, strict=True))
 
 
 def test_a_request_has_the_prompts_in_full(tmp_path):
@@ -138,11 +142,3 @@ def test_a_request_has_the_prompts_in_full(tmp_path):
         open_one(replace(EXAMPLES[0], history=chat))
     with pytest.raises(UserError, match=r"prompt.system was None and is now 'Be brief.'"):
         open_one(EXAMPLES[0], "prompt.system=Be brief.")
-
-
-def test_each_process_writes_its_file_and_reads_all(tmp_path):
-    first, second = PredictionLog(tmp_path, REQUEST), PredictionLog(tmp_path, REQUEST, rank=1)
-    append(first, slice(5))
-    append(second, slice(5, 10))
-    assert first.rank_path != second.rank_path
-    assert PredictionLog(tmp_path, REQUEST).outputs == dict(zip(KEYS, GOLDS, strict=True))

@@ -67,17 +67,14 @@ def test_lmms_eval_samples_are_matched_by_index(capsys, tmp_path):
     assert total["total"]["metrics"]["exact"] == pytest.approx(2 / 3)
 
 
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
+def test_rows_of_another_form_or_of_other_examples_are_named(tmp_path):
+    two_responses = {"doc_id": 0, "resps": [["a", "b"]]}
+    for lines, message in (
         ([FIRST], f"no output for id '{EXAMPLES[1].id}'"),
         ([{"name": "x"}], r'a row is \{"id": …, "output": text\}, or a sample logged by lmms-eval'),
         ([{"id": "other", "output": "3"}], "no example has the id 'other'"),
         ([FIRST] * 2, "has an output already"),
-        (
-            [SIGN_1, {"doc_id": 0, "resps": [["a", "b"]]}],
-            "p.jsonl:2: a sample of lmms-eval must have",
-        ),
+        ([SIGN_1, two_responses], "p.jsonl:2: a sample of lmms-eval must have"),
         ([{"doc_id": "0", "resps": "a"}], "a sample of lmms-eval must have doc_id"),
         ([{"doc_id": 9, "resps": [["a"]]}], r"number 9 \(from 0\) does not exist"),
         ([SIGN_1, SIGN_1], "p.jsonl:2: example row 1 has an output already"),
@@ -85,17 +82,13 @@ def test_lmms_eval_samples_are_matched_by_index(capsys, tmp_path):
         ([{**FIRST, "output": 3}], ":1: a row is"),
         ([{**FIRST, "turns": [{}]}], ":1: its turns cannot be read: KeyError"),
         (['"a text"'], "p.jsonl:1: "),
-    ],
-)
-def test_rows_of_another_form_or_of_other_examples_are_named(tmp_path, lines, message):
-    path = write_jsonl(tmp_path / "p.jsonl", *lines)
-    with pytest.raises(UserError, match=message):
-        read_outputs(path, EXAMPLES)
-
-
-@pytest.mark.parametrize("wrong", [{}, {"seen": [9, 9]}, {"seen": [[0, 9]]}, {"seen": []}])
-def test_missing_resized_sizes_are_named(tmp_path, wrong):
-    path = write_jsonl(tmp_path / "p.jsonl", {**FIRST, **wrong})
-    read_outputs(path, EXAMPLES[:1])
-    with pytest.raises(UserError, match='--frame resized needs "seen"'):
-        read_outputs(path, EXAMPLES[:1], needs_resized_size=True)
+    ):
+        path = write_jsonl(tmp_path / "p.jsonl", *lines)
+        with pytest.raises(UserError, match=message):
+            read_outputs(path, EXAMPLES)
+    # With --frame resized, missing sizes are named, too.
+    for wrong in ({}, {"seen": [9, 9]}, {"seen": [[0, 9]]}, {"seen": []}):
+        path = write_jsonl(tmp_path / "p.jsonl", {**FIRST, **wrong})
+        read_outputs(path, EXAMPLES[:1])
+        with pytest.raises(UserError, match='--frame resized needs "seen"'):
+            read_outputs(path, EXAMPLES[:1], needs_resized_size=True)

@@ -18,25 +18,21 @@ def score(task: Task, texts: list[str]):
     return [task.score(text, EXAMPLE) for text in texts]
 
 
-@pytest.mark.parametrize("lower_is_better", [False, True])
-@pytest.mark.parametrize("n", [1, 2, 5, 8])
-def test_the_best_of_k_is_the_mean_over_all_subsets(n, lower_is_better):
-    values = [random.Random(n).choice([0.0, 1.0, 0.25, 0.7]) for _ in range(n)]
-    best = min if lower_is_better else max
-    for size in range(1, n + 1):
-        subsets = [best(subset) for subset in itertools.combinations(values, size)]
-        expected = float(sum(map(Fraction, subsets)) / len(subsets))
-        assert estimate_best(values, size, lower_is_better) == pytest.approx(expected, abs=1e-12)
+def test_the_best_of_k_is_the_mean_over_all_subsets():
+    for n, lower_is_better in itertools.product((1, 2, 5, 8), (False, True)):
+        values = [random.Random(n).choice([0.0, 1.0, 0.25, 0.7]) for _ in range(n)]
+        best = min if lower_is_better else max
+        for size in range(1, n + 1):
+            subsets = [best(subset) for subset in itertools.combinations(values, size)]
+            expected = float(sum(map(Fraction, subsets)) / len(subsets))
+            found = estimate_best(values, size, lower_is_better)
+            assert found == pytest.approx(expected, abs=1e-12)
+    # Neither an overflow nor a loss of precision.
+    assert estimate_best([1.0] + [0.0] * 4095, 1024) == pytest.approx(1024 / 4096, abs=1e-12)
 
 
-def test_the_best_of_many_samples_neither_overflows_nor_loses_precision():
-    values = [1.0] + [0.0] * 4095
-    assert estimate_best(values, 1024) == pytest.approx(1024 / 4096, abs=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("texts", "position"),
-    [
+def test_the_majority_is_of_answers_as_the_task_writes_them():
+    for texts, position in (
         (["2", "3", "3"], 1),
         (["2", "3"], 0),  # a tie: the first answer
         (["3", "2", "2", "3"], 0),
@@ -44,10 +40,8 @@ def test_the_best_of_many_samples_neither_overflows_nor_loses_precision():
         (["", ""], 0),
         (["13", "13", "2"], 2),  # an answer that cannot be written has no vote
         (["2.2", "1.8", "3"], 0),  # equal as the task writes them
-    ],
-)
-def test_the_majority_is_of_answers_as_the_task_writes_them(texts, position):
-    assert find_majority(Distance(), EXAMPLE, score(Distance(), texts)) == position
+    ):
+        assert find_majority(Distance(), EXAMPLE, score(Distance(), texts)) == position
 
 
 def test_the_metrics_of_an_example_are_those_of_its_samples():

@@ -160,33 +160,26 @@ def test_each_sample_is_asked_for_with_a_seed_of_its_own(tmp_path):
     assert outputs == [*"012345"]
 
 
-@pytest.mark.parametrize(
-    ("status", "concurrency", "message", "most"),
-    [
+def test_a_server_without_answers_is_asked_no_more(tmp_path):
+    for status, concurrency, message, most in (
         (503, 4, f"{ENDED.format(4)}503.*the reason", 2 * (4 + 4)),  # each is asked twice
         (503, 1, f"{ENDED.format(2)}503.*the reason", 2 * (2 + 1)),
         (500, 1, f"{ENDED.format(8)}500.*the reason", 2 * (8 + 1)),
         (400, 1, f"{ENDED.format(8)}400.*the reason", 9),
         (401, 1, "asks for an API key", 2),
-    ],
-    ids=["gone", "gone, one by one", "fails", "refuses every prompt", "an error of every request"],
-)
-def test_a_server_without_answers_is_asked_no_more(status, concurrency, message, most, tmp_path):
-    model = ChatModel(fail=lambda text, earlier: Reply(status=status, body=b"the reason"))
-    with pytest.raises(UserError, match=message):
-        ask(model, make_settings(tmp_path), concurrency=concurrency, retries=1)
-    assert len(model.bodies) <= most
+    ):
+        model = ChatModel(fail=lambda *_, status=status: Reply(status=status, body=b"the reason"))
+        with pytest.raises(UserError, match=message):
+            ask(model, make_settings(tmp_path), concurrency=concurrency, retries=1)
+        assert len(model.bodies) <= most
 
 
-def test_failures_between_answers_do_not_end_the_evaluation(tmp_path):
+def test_failures_and_refused_prompts_between_answers_do_not_end_the_evaluation(tmp_path):
     turns = itertools.cycle((None, Reply(status=500)))
     model = ChatModel(fail=lambda text, earlier: next(turns))
     with pytest.raises(UserError, match=f"for {COUNT // 2} examples:\n"):
-        ask(model, make_settings(tmp_path), concurrency=1, retries=0)
+        ask(model, make_settings(tmp_path, name="failures"), concurrency=1, retries=0)
     assert len(model.bodies) == COUNT
-
-
-def test_many_refused_prompts_do_not_keep_the_others_from_being_asked(tmp_path):
     settings, refusal = make_settings(tmp_path), Reply(status=400, body=b"too long")
     first = iter([None])
     model = ChatModel(fail=lambda text, earlier: next(first, refusal))
@@ -197,18 +190,16 @@ def test_many_refused_prompts_do_not_keep_the_others_from_being_asked(tmp_path):
         assert len(model.bodies) == asked
 
 
-@pytest.mark.parametrize(
-    ("prompt_tokens", "tokens"),
-    [
+def test_tokens_are_summed(tmp_path, capsys):
+    asked = r"asking policy at http://127\S+, 16 requests at once: images in their "
+    for number, tokens in (
         (100, "4,000 prompt and 80 completion tokens"),  # 40 examples of 100 and 2
         (None, "no numbers of tokens, which the server does not report"),
-    ],
-)
-def test_tokens_are_summed(prompt_tokens, tokens, tmp_path, capsys):
-    ask(ChatModel(prompt_tokens=prompt_tokens), make_settings(tmp_path))
-    err = capsys.readouterr().err
-    assert re.search(r"asking policy at http://127\S+, 16 requests at once: images in their ", err)
-    assert f"40 answers: {tokens}\n" in err
+    ):
+        ask(ChatModel(prompt_tokens=number), make_settings(tmp_path, name=f"run-{number}"))
+        err = capsys.readouterr().err
+        assert re.search(asked, err)
+        assert f"40 answers: {tokens}\n" in err
 
 
 def test_the_key_is_in_no_output_and_no_file(tmp_path, monkeypatch, capsys):
@@ -238,24 +229,18 @@ def ask_once(
     return resized.images[0], model.bodies[0], completion.text
 
 
-def test_a_model_of_any_kind_gets_the_original_image_and_no_extension(tmp_path):
+def test_a_model_of_any_kind_gets_an_image_of_the_original_ratio_and_what_is_set(tmp_path):
     settings = make_settings(tmp_path, "rollout.stop=['!']")
     image, body, _ = ask_once(settings)
     assert sorted(body) == ["max_tokens", "messages", "model", "stop", "temperature"]
     assert (body["temperature"], body["stop"]) == (0.0, ["!"])
     assert body["max_tokens"] == settings.rollout.max_completion_length
     assert [shown.size for shown in get_images(body)] == [image.size]
-
-
-def test_images_of_a_model_of_any_kind_keep_their_ratio_within_the_limit(tmp_path):
     image, body, _ = ask_once(make_settings(tmp_path, "policy.max_pixels=1000"))
     width, height = image.resized_size
     assert [shown.size for shown in get_images(body)] == [(width, height)]
     assert 900 < width * height <= 1000
     assert width / height == pytest.approx(image.size[0] / image.size[1], 0.1)
-
-
-def test_sampling_settings_are_sent_where_they_are_set(tmp_path):
     given = ["evaluation.temperature=0.7", "prompt.thinking=false", "rollout.min_new_tokens=2"]
     settings = make_settings(tmp_path, *given, "prompt.system=Count.")
     _, body, _ = ask_once(settings)
@@ -285,7 +270,7 @@ def test_a_known_model_gets_its_resized_image_and_gives_the_text_of_a_policy(tmp
     assert f"the processor of embedded {count}:" in caplog.text
 
 
-def test_the_frame_is_that_of_the_model_or_given(tmp_path):
+def test_the_frame_is_that_of_the_model_or_given_and_boxes_are_asked_and_scored_in_it(tmp_path):
     unknown, known = make_settings(tmp_path), make_settings(tmp_path, "model=embedded")
     with serve(ChatModel()) as server:
         for settings, frame in ((unknown, "original"), (known, "resized")):
@@ -293,19 +278,16 @@ def test_the_frame_is_that_of_the_model_or_given(tmp_path):
             assert model.prompts.frame == FRAMES[frame]
         with pytest.raises(UserError, match="--frame needs model=none: the frame of embedded is"):
             load_evaluated_model(known, None, Endpoint(server.address, frame=FRAMES["permille"]))
-
-
-@pytest.mark.parametrize(("asked", "value"), [("permille", 1.0), ("fraction", 0.0)])
-def test_boxes_are_asked_and_scored_in_the_given_frame(asked, value, tmp_path):
-    overrides = [f"output_dir={tmp_path}", "model=none", "data.eval_limit=6"]
-    settings = load_settings("grounding", overrides)
     task = load_task("grounding", frame=FRAMES["permille"])
-    examples = load_examples("embedded:grounding", task, settings.data, "eval")
-    golds = {example.images[0].load().tobytes(): task.gold(example) for example in examples}
-    model = ChatModel(lambda text, image: golds[image.tobytes() if image else b""])
-    found = ask(model, settings, frame=FRAMES[asked])
-    assert found.value == value  # the model answers in thousandths, whatever it is asked for
-    assert [FRAMES[asked].units in text for text in model.questions] == [True] * 6
+    # The model answers in thousandths, whatever it is asked for.
+    for asked, value in (("permille", 1.0), ("fraction", 0.0)):
+        overrides = [f"output_dir={tmp_path}", f"name={asked}", "model=none", "data.eval_limit=6"]
+        settings = load_settings("grounding", overrides)
+        examples = load_examples("embedded:grounding", task, settings.data, "eval")
+        golds = {example.images[0].load().tobytes(): task.gold(example) for example in examples}
+        chat = ChatModel(lambda text, image, golds=golds: golds[image.tobytes() if image else b""])
+        assert ask(chat, settings, frame=FRAMES[asked]).value == value
+        assert [FRAMES[asked].units in text for text in chat.questions] == [True] * 6
 
 
 def test_a_checkpoint_and_several_processes_are_refused(tmp_path, monkeypatch):

@@ -40,15 +40,14 @@ def make_samples(
     return SampledExamples(settings, task, writer, examples, outputs, scores)
 
 
-def test_the_pass_rate_is_the_mean_primary_metric(tmp_path):
+def test_the_pass_rate_is_the_mean_primary_metric_or_the_share_with_the_full_reward(tmp_path):
     found = make_samples(EXAMPLES, TEXTS)
     assert sampling.write_difficulty(found, tmp_path / "d.jsonl") == [0.75, 0.0, 0.25]
     row = {"id": "dogs", "pass_rate": 0.75, "samples": 4, "reward": 0.75}
     assert read_rows(tmp_path / "d.jsonl")[0] == row
-
-
-def test_of_an_error_it_is_the_share_with_the_full_reward(tmp_path):
-    found = make_samples(EXAMPLES[:1], [["3", "3.5", "", "3"]], Distance())
+    found = make_samples(
+        EXAMPLES[:1], [["3", "3.5", "", "3"]], Distance()
+    )  # its metric is an error
     assert sampling.write_difficulty(found, tmp_path / "d.jsonl") == [0.5]
 
 

@@ -33,15 +33,14 @@ def evaluate(task: Task, examples: list[Example], texts: list[str]) -> Scored:
         return scored.summarize(task, examples, outputs, scorer(task, texts, items), 0)
 
 
-@pytest.mark.parametrize("lower_is_better", [False, True])
-def test_a_value_is_better_if_higher_or_for_an_error_if_lower(lower_is_better):
-    values = (2.0, 3.0, math.nan)
-    low, high, unknown = (Scored((), "x", {"x": value}, lower_is_better) for value in values)
-    assert low.is_better_than(3.0) is lower_is_better
-    assert high.is_better_than(2.0) is not lower_is_better
-    assert low.is_better_than(None)
-    assert not low.is_better_than(2.0)
-    assert not unknown.is_better_than(None)
+def test_a_value_is_better_if_higher_or_for_an_error_if_lower():
+    for is_error in (False, True):
+        values = (2.0, 3.0, math.nan)
+        low, high, unknown = (Scored((), "x", {"x": value}, is_error) for value in values)
+        assert (low.is_better_than(3.0), high.is_better_than(2.0)) == (is_error, not is_error)
+        assert low.is_better_than(None)
+        assert not low.is_better_than(2.0)
+        assert not unknown.is_better_than(None)
 
 
 def test_a_lone_surrogate_in_an_answer_can_be_written(tmp_path):
@@ -109,18 +108,15 @@ def test_a_mixture_says_what_each_source_has_and_keeps_it_in_its_files(tmp_path)
     assert found.pair(other, "score") == []
 
 
-def test_a_source_whose_metric_is_of_the_corpus_has_no_interval():
-    members = {"c": COUNTING, "e": Distance()}
-    object.__setattr__(members["e"], "primary_metric", "total")
-    object.__setattr__(members["e"], "corpus_metrics", lambda answers, examples: {"total": 0.5})
-    mixed = Mixed(members={"c": COUNTING})
-    object.__setattr__(mixed, "members", members)
-    found = evaluate(mixed, [COUNTS[0], ERRORS[0]], ["0", "0"])
+def test_a_source_whose_metric_is_of_the_corpus_has_no_interval(monkeypatch):
+    monkeypatch.setattr(Distance, "primary_metric", "total")
+    monkeypatch.setattr(Distance, "corpus_metrics", lambda *_: {"total": 0.5})
+    found = evaluate(MIXED, [COUNTS[0], ERRORS[0]], ["0", "0"])
     assert found.metrics["e/total"] == 0.5
     assert math.isnan(found.interval[0])
 
 
-def test_an_evaluation_has_means_and_intervals_over_the_examples():
+def test_an_evaluation_of_samples_has_means_and_intervals_over_the_examples():
     examples = [Example(str(n), (), "How many?", n) for n in range(4)]
     texts = ["0", "0", "1", "7", "2", "8", "9", "9"]  # right: 2, 1, 1 and 0 of 2
     found = evaluate(COUNTING, examples, texts)
@@ -135,13 +131,10 @@ def test_an_evaluation_has_means_and_intervals_over_the_examples():
     assert (row["output"], row["rewards"]["exact"]) == ("1", 0.5)
     samples = [(s["output"], s["rewards"]["exact"]) for s in row.get("samples", [])]
     assert samples == [("1", 1.0), ("7", 0.0)]
-
-
-def test_the_sources_of_a_mixture_have_their_own_metrics_of_samples():
-    task = Mixed(members={"c": COUNTING, "d": Distance()})
-    examples = [Example(f"{source}/1", (), "How many?", 3, source=source) for source in ("c", "d")]
-    found = evaluate(task, examples, ["3", "4", "3.25", "2.5"])
+    # The sources of a mixture have their own.
+    examples = [Example(f"{source}/1", (), "How many?", 3, source=source) for source in ("c", "e")]
+    found = evaluate(MIXED, examples, ["3", "4", "3.25", "2.5"])
     assert found.metrics["c/pass_at_2"] == 1.0
-    assert found.metrics["d/pass_at_2"] == 0.25  # the lowest error
-    assert found.metrics["d/majority_at_2"] == 0.25  # 3.25 is written as 3, 2.5 as 2: a tie
+    assert found.metrics["e/pass_at_2"] == 0.25  # the lowest error
+    assert found.metrics["e/majority_at_2"] == 0.25  # 3.25 is written as 3, 2.5 as 2: a tie
     assert found.metrics["pass_at_2"] == (1.0 + 1 - 0.25) / 2

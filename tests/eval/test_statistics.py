@@ -18,7 +18,7 @@ def test_the_seed_determines_the_interval_and_equal_values_have_a_point():
     assert all(math.isnan(bound) for bound in bootstrap_interval([], seed=0))
 
 
-def test_many_sign_flips_of_equal_size_agree_with_mcnemar():
+def test_sign_flips_of_equal_size_agree_with_mcnemar_and_p_values_are_adjusted():
     # With differences of ±1, the sum of random signs is that of fair coins.
     differences = [1.0] * 40 + [-1.0] * 22 + [0.0] * 100
     exact = mcnemar_p_value(40, 22)
@@ -27,9 +27,7 @@ def test_many_sign_flips_of_equal_size_agree_with_mcnemar():
     assert sign_flip_p_value([0.0, 0.3]) == sign_flip_p_value([0.0]) == 1.0  # nothing to compare
     assert sign_flip_p_value([0.25, 0.25]) == 0.5  # only (+, +) and (-, -) are as far: 2 of 4
     assert sign_flip_p_value(differences) == sign_flip_p_value(differences)  # seeded
-
-
-def test_adjusted_p_values_are_ordered_and_at_most_one():
+    # Adjusted p-values are ordered and at most one.
     adjust = statistics.adjust_p_values
     assert adjust([0.04, 0.03]) == pytest.approx([0.06, 0.06])  # 2 · 0.03, then no less
     assert adjust([0.9, 0.8]) == [1.0, 1.0]

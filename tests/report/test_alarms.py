@@ -62,11 +62,18 @@ def make_rows(**changes: Callable[[float], float]) -> list[dict[str, float]]:
     ]
 
 
-def test_a_recorded_quickstart_raises_nothing():
+def test_a_recorded_quickstart_raises_nothing_and_with_too_large_a_rate_it_collapses():
     rows = read_rows(RECORDED / "quickstart.jsonl")
     assert len(rows) == 200  # the recipe's steps; exact rose from 0.46 to 0.83 in them
     # 32 prompts with 8 completions each.
     assert collect_alarms(rows, {"exact": 1.0}, completions=256) == []
+    # With 15 times its rate, held-out answers are worse before the mean over 20 steps of the
+    # sampled ones is, and that is no overfitting.
+    before: Row = {"mean_token_accuracy": 0.9, "eval/exact": 0.6}  # a value of the loaded model
+    rows = [before, *read_rows(RECORDED / "too_large_rate.jsonl")]
+    (alarm,) = collect_alarms(rows, {"exact": 1.0}, completions=256)
+    assert (alarm.name, alarm.step) == ("collapse", 12)
+    assert "after learning rates of up to 0.0018 (optim.lr)" in alarm.message
 
 
 FAILURES: dict[str, dict[str, Callable[[float], float]]] = {
@@ -108,15 +115,11 @@ def test_every_rule_has_its_failure():
     assert list(FAILURES) == list(CONDITIONS)
 
 
-@pytest.mark.parametrize(
-    ("spread", "steps", "is_raised"), [(0.09, 10, True), (0.11, 10, False), (0.01, 9, False)]
-)
-def test_a_shortcut_needs_ten_gains_three_standard_errors_above_zero(spread, steps, is_raised):
-    monitor = AlarmMonitor(WEIGHTS, "exact", completions=8)
-    gains = [0.1 + spread * (-1) ** step for step in range(steps)]  # of ten, a third is the error
-    rows = [{"visual_credit/gain_without_object": gain} for gain in gains]
-    names = [alarm["name"] for row in rows for alarm in monitor.update(row)]
-    assert names == ["shortcut"] * is_raised
+def test_a_shortcut_needs_ten_gains_three_standard_errors_above_zero():
+    for spread, steps, count in ((0.09, 10, 1), (0.11, 10, 0), (0.01, 9, 0)):
+        gains = [0.1 + spread * (-1) ** n for n in range(steps)]  # of ten, a third is the error
+        rows = [{"visual_credit/gain_without_object": gain} for gain in gains]
+        assert [alarm.name for alarm in collect_alarms(rows)] == ["shortcut"] * count
 
 
 @pytest.mark.parametrize(
@@ -202,16 +205,10 @@ def test_an_alarm_is_raised_again_only_after_it_was_cleared():
     assert raised_at(0.0, 0.3, 0.1, 0.3) == [1, 3]
 
 
-def test_a_failing_reward_raises_an_alarm_within_a_few_steps():
-    (alarm,) = collect_alarms(make_rows(**{"rewards/exact/failed": lambda t: 100}))
-    assert alarm.step < SHORT
-    assert "exact failed on 100.0%" in alarm.message
-
-
-@pytest.mark.parametrize("value", [math.nan, None, "odd"])
-def test_values_that_are_not_numbers_raise_nothing(value):
-    rows: list[Row] = [dict.fromkeys(healthy(step), value) for step in range(STEPS)]
-    assert collect_alarms(rows) == []
+def test_values_that_are_not_numbers_raise_nothing():
+    for value in (math.nan, None, "odd"):
+        rows: list[Row] = [dict.fromkeys(healthy(step), value) for step in range(STEPS)]
+        assert collect_alarms(rows) == []
 
 
 def test_a_primary_metric_that_is_an_error_is_better_if_lower():
@@ -262,18 +259,10 @@ def test_a_collapse_names_the_learning_rate_and_no_warm_start():
     assert "after learning rates of up to 1 (optim.lr)" in message
 
 
-def test_a_recorded_run_with_too_large_a_rate_collapses_and_does_not_overfit():
-    """quickstart with 15 times its rate: held-out answers are worse before the mean over 20 steps
-    of the sampled ones is, and that is no overfitting."""
-    before: Row = {"mean_token_accuracy": 0.9, "eval/exact": 0.6}  # a value of the loaded model
-    rows = [before, *read_rows(RECORDED / "too_large_rate.jsonl")]
-    (alarm,) = collect_alarms(rows, {"exact": 1.0}, completions=256)
-    assert (alarm.name, alarm.step) == ("collapse", 12)
-    assert "after learning rates of up to 0.0018 (optim.lr)" in alarm.message
-
-
-def test_the_steps_of_a_mean_are_stated_as_they_are():
-    """A mean needs half of its window: the alarm comes in the tenth step."""
+def test_a_failing_reward_raises_an_alarm_within_a_few_steps_and_a_mean_after_half_a_window():
+    (alarm,) = collect_alarms(make_rows(**{"rewards/exact/failed": lambda t: 100}))
+    assert alarm.step < SHORT
+    assert "exact failed on 100.0%" in alarm.message
     rows: list[Row] = [{**healthy(0), "frac_reward_zero_std": 1.0} for _ in range(10)]
     (alarm,) = collect_alarms(rows)
     assert alarm.step == 9

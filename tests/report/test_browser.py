@@ -8,7 +8,6 @@ from random import Random
 import pytest
 from browser import (
     NEEDS_BROWSER,
-    Browser,
     drag,
     get_chart,
     get_entries,
@@ -40,24 +39,9 @@ HOSTILE = (
 
 
 @pytest.fixture(autouse=True)
-def _no_errors(browser: Browser) -> Iterator[None]:
+def _no_errors(browser) -> Iterator[None]:
     yield
     assert browser.read_log() == []
-
-
-@pytest.fixture
-def counting(browser, runs) -> Browser:
-    return browser.open(runs / "counting-0" / "report.html")
-
-
-@pytest.fixture
-def grounding(browser, runs) -> Browser:
-    return browser.open(runs / "grounding-0" / "report.html")
-
-
-@pytest.fixture
-def compared(browser, runs) -> Browser:
-    return browser.open(compare_runs([runs / "grounding-0", runs / "grounding-1"]))
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -69,7 +53,24 @@ def test_page_opens_without_errors(task, browser, runs):
     assert browser.get(broken) == 0
 
 
-def test_drawings_cover_the_image(grounding):
+def test_drawings_cover_the_image_which_is_enlarged_and_a_choice_is_highlighted(browser, runs):
+    grounding = browser.open(runs / "grounding-0" / "report.html")
+    grounding.click(".answer")
+    assert grounding.count(".answer.selected") == 1
+    assert grounding.get("state.answer === state.shown[state.index].answers[0]")
+    grounding.click(".answer")
+    assert grounding.count(".answer.selected") == 0
+    width = "document.querySelector('{} .picture img').getBoundingClientRect().width"
+    small = grounding.get(width.format(".entry-side"))
+    grounding.run("document.querySelector('.entry-side .picture').focus()")
+    grounding.press("Enter")
+    wait_until(grounding, "document.querySelector('dialog[open]')")
+    assert grounding.get(width.format("dialog")) > 1.5 * small
+    assert grounding.count("dialog .marks img") >= 1
+    bottom = "document.querySelector('dialog .picture').getBoundingClientRect().bottom"
+    assert grounding.get(f"{bottom} <= innerHeight")
+    grounding.click("dialog button")
+    wait_until(grounding, "!document.querySelector('dialog')")
     set_filter(grounding, view="training")
     layers = ".entry-side .marks img"
     with_answer = grounding.get("state.shown[0].answers.filter((a) => a.marks).length")
@@ -82,15 +83,8 @@ def test_drawings_cover_the_image(grounding):
     assert grounding.count(layers) == 0
 
 
-def test_selected_answer_is_highlighted(grounding):
-    grounding.click(".answer")
-    assert grounding.count(".answer.selected") == 1
-    assert grounding.get("state.answer === state.shown[state.index].answers[0]")
-    grounding.click(".answer")
-    assert grounding.count(".answer.selected") == 0
-
-
-def test_arrow_keys_change_the_entry(counting):
+def test_arrow_keys_change_the_entry_and_filters_select_entries(browser, runs):
+    counting = browser.open(runs / "counting-0" / "report.html")
     counting.press("ArrowRight")
     counting.press("ArrowRight")
     assert get_position(counting) == "3 of 16"
@@ -101,9 +95,6 @@ def test_arrow_keys_change_the_entry(counting):
     counting.run("document.querySelector('#filters [name=text]').focus()")
     counting.press("ArrowRight")  # moves the caret only
     assert get_position(counting) == "1 of 16"
-
-
-def test_filters_select_entries(counting):
     set_filter(counting, view="training")
     assert {entry["view"] for entry in get_entries(counting)} == {"training"}
     set_filter(counting, step="10")
@@ -118,10 +109,8 @@ def test_filters_select_entries(counting):
     wait_until(counting, "state.shown.length === 16")
     set_filter(counting, text="eval-3")
     assert [entry["id"] for entry in get_entries(counting)] == ["shapes-counting-eval-3"]
-
-
-def test_kind_filter_dims_other_answers(counting):
-    counting.click(".chip:nth-of-type(2)")  # incorrect
+    set_filter(counting, text="")
+    counting.click(".chip:nth-of-type(2)")  # incorrect, and dims other answers
     entries = get_entries(counting)
     assert 0 < len(entries) <= 16
     for entry in entries:
@@ -130,7 +119,8 @@ def test_kind_filter_dims_other_answers(counting):
     assert counting.read(".chip[aria-pressed=true]")[0].startswith("incorrect")
 
 
-def test_entries_are_sorted(grounding):
+def test_entries_are_sorted_and_a_group_has_its_completions_side_by_side(browser, runs):
+    grounding = browser.open(runs / "grounding-0" / "report.html")
     changes = [abs(entry["change"] or 0) for entry in get_entries(grounding)]  # the default order
     assert changes == sorted(changes, reverse=True)
     set_filter(grounding, sort="oldest")
@@ -143,9 +133,28 @@ def test_entries_are_sorted(grounding):
     set_filter(grounding, sort="largest reward spread")
     spreads = [e["spread"] for e in get_entries(grounding) if e["spread"] is not None]
     assert spreads == sorted(spreads, reverse=True)
+    set_filter(grounding, view="training", signal="rewards differ")
+    assert all(entry["spread"] > 0 for entry in get_entries(grounding))
+    entry = get_entries(grounding)[0]
+    cards = grounding.get(
+        "[...document.querySelectorAll('#entry .answer')].map((card) => ({"
+        "top: card.getBoundingClientRect().top, text: card.textContent,"
+        "picture: Boolean(card.querySelector('.picture .marks img')) }))"
+    )
+    assert len(cards) == len(entry["answers"]) == 8
+    assert sum(card["top"] == cards[0]["top"] for card in cards) >= 3  # side by side
+    for card, answer in zip(cards, entry["answers"], strict=True):
+        assert f"{answer['tokens']} tokens" in card["text"]
+        assert ("truncated" in card["text"]) == (answer["stop"] == "length")
+        assert "advantage" in card["text"]
+        assert all(name.replace("_", " ") in card["text"] for name in answer["rewards"])
+        assert card["picture"] == bool(answer["marks"])
+    set_filter(grounding, signal="rewards equal")
+    assert all(entry["spread"] == 0 for entry in get_entries(grounding))
 
 
-def test_pointer_shows_the_values_of_a_step(counting, runs):
+def test_charts_have_readouts_legends_and_complete_labels(browser, runs):
+    counting = browser.open(runs / "counting-0" / "report.html")
     readout = counting.run(
         "const plot = document.querySelector('.plot');"
         "plot.scrollIntoView();"
@@ -156,6 +165,26 @@ def test_pointer_shows_the_values_of_a_step(counting, runs):
     last = read_last_evaluation(runs / "counting-0")
     share = 100 * sum(row["rewards"]["exact"] for row in last) / len(last)
     assert readout == f"step 20: {float(f'{share:.3g}'):g} %"
+    chart = f"charts[{get_chart(counting, 'Completion length')}]"
+    paths = f"{chart}.plot.querySelectorAll('path[style*=series]').length"
+    button = f"{chart}.figure.querySelector('.legend button')"
+    assert counting.get(paths) == 3  # of the smallest, mean and largest length
+    counting.run(f"{button}.click()")
+    assert (counting.get(paths), counting.get(f"{button}.ariaPressed")) == (2, "false")
+    counting.run(f"{button}.click()")
+    assert counting.get(paths) == 3
+    ticks = "makeTicks([0, 1e-6], 5).map((value) => formatTick(value, 1e-6))"
+    assert counting.get(ticks) == ["0", "2e-7", "4e-7", "6e-7", "8e-7", "1e-6"]
+    for value, span, text in ((5.6e-17, 1, "0"), (-0.25, 1, "-0.25"), (123_456, 1e5, "1.23e5")):
+        assert counting.get("formatTick(...arguments)", value, span) == text
+    rates = "makeTicks([1e-6, 1e-3], 6, { logarithmic: true }).map((v) => formatTick(v, v))"
+    assert counting.get(rates) == ["1e-6", "1e-5", "1e-4", "0.001"]
+    # Values of a sampler that agrees bit for bit are 0, which has no logarithm.
+    counting.run(
+        "const line = { name: 'a', series: 0, x: 0, y: page.xs[0].map(() => 0), low: null };"
+        "const data = { ...page.charts[0], logarithmic: true, lines: [line] };"
+        "new Chart(charts[0].figure.cloneNode(true), data, 99).draw();"
+    )
 
 
 def test_theme_follows_preference_and_button(browser, runs):
@@ -175,22 +204,24 @@ def test_theme_follows_preference_and_button(browser, runs):
     browser.run("localStorage.clear()")
 
 
-@pytest.mark.parametrize("page", ["grounding", "compared"])
-def test_page_fits_a_phone(page, browser, request):
+def test_page_fits_a_phone(browser, runs):
     size = {"width": 360, "height": 740, "deviceScaleFactor": 2, "mobile": True}
     browser.devtools("Emulation.setDeviceMetricsOverride", size)
-    request.getfixturevalue(page)
-    # The page is not wider than the screen.
-    assert browser.get("document.documentElement.scrollWidth") == 360
-    small = browser.get(
-        "[...document.querySelectorAll('#filters button, #filters select, .quiet')]"
-        ".filter((e) => e.offsetParent && e.getBoundingClientRect().height < 32).length"
-    )
-    assert small == 0  # touch targets are at least 32 pixels high
+    folders = [runs / "grounding-0", runs / "grounding-1"]
+    for page in (folders[0] / "report.html", compare_runs(folders)):
+        browser.open(page)
+        # The page is not wider than the screen.
+        assert browser.get("document.documentElement.scrollWidth") == 360
+        small = browser.get(
+            "[...document.querySelectorAll('#filters button, #filters select, .quiet')]"
+            ".filter((e) => e.offsetParent && e.getBoundingClientRect().height < 32).length"
+        )
+        assert small == 0  # touch targets are at least 32 pixels high
     browser.devtools("Emulation.clearDeviceMetricsOverride", {})
 
 
-def test_comparison_shows_both_runs(compared):
+def test_comparison_shows_both_runs_which_are_switched_in_all_charts(browser, runs):
+    compared = browser.open(compare_runs([runs / "grounding-0", runs / "grounding-1"]))
     assert compared.count(".summary") == 2
     entries = get_entries(compared)
     assert len(entries) == 8
@@ -202,6 +233,14 @@ def test_comparison_shows_both_runs(compared):
     assert "optim.lr" not in compared.read("#settings")[0]
     compared.press("ArrowRight")
     assert get_position(compared) == "2 of 8"
+    assert compared.read("#runs span") == ["grounding-0", "grounding-1"]
+    shown = "charts.map((c) => c.shown.map((l) => l.series))"
+    assert all(series == [0, 1] for series in compared.get(shown))
+    compared.click("#runs button")
+    assert all(series == [1] for series in compared.get(shown))
+    alone = "new MouseEvent('click', { shiftKey: true })"
+    compared.run(f"document.querySelector('#runs button').dispatchEvent({alone})")
+    assert all(series == [0] for series in compared.get(shown))
 
 
 def test_the_turns_of_an_episode_are_drawn(browser, tmp_path):
@@ -281,7 +320,8 @@ def test_page_refuses_other_scripts(browser, runs, tmp_path):
     assert refused == [True, True]
 
 
-def test_dragging_zooms_all_charts_over_the_steps(counting):
+def test_dragging_and_keys_zoom_all_charts_over_the_steps(browser, runs):
+    counting = browser.open(runs / "counting-0" / "report.html")
     reward = get_chart(counting, "Reward")
     assert get_ticks(counting, reward)[0] == "0"
     drag(counting, reward, 5, 10)
@@ -298,10 +338,6 @@ def test_dragging_zooms_all_charts_over_the_steps(counting):
     assert counting.get("zooms.size") == 0
     wait_until(counting, f"!charts[{reward}].dirty")
     assert get_ticks(counting, reward)[0] == "0"
-
-
-def test_charts_are_zoomed_with_the_keyboard(counting):
-    reward = get_chart(counting, "Reward")
     counting.run(f"charts[{reward}].plot.focus()")
     entry = get_position(counting)
     counting.press("ArrowRight")
@@ -313,67 +349,6 @@ def test_charts_are_zoomed_with_the_keyboard(counting):
     assert high - low == pytest.approx(10, abs=0.5)  # half of the 20 steps
     counting.press("0")
     assert counting.get("zooms.size") == 0
-
-
-def test_legend_switches_lines(counting):
-    chart = f"charts[{get_chart(counting, 'Completion length')}]"
-    paths = f"{chart}.plot.querySelectorAll('path[style*=series]').length"
-    button = f"{chart}.figure.querySelector('.legend button')"
-    assert counting.get(paths) == 3  # of the smallest, mean and largest length
-    counting.run(f"{button}.click()")
-    assert (counting.get(paths), counting.get(f"{button}.ariaPressed")) == (2, "false")
-    counting.run(f"{button}.click()")
-    assert counting.get(paths) == 3
-
-
-def test_axes_have_complete_labels(counting):
-    ticks = "makeTicks([0, 1e-6], 5).map((value) => formatTick(value, 1e-6))"
-    assert counting.get(ticks) == ["0", "2e-7", "4e-7", "6e-7", "8e-7", "1e-6"]
-    for value, span, text in ((5.6e-17, 1, "0"), (-0.25, 1, "-0.25"), (123_456, 1e5, "1.23e5")):
-        assert counting.get("formatTick(...arguments)", value, span) == text
-    rates = "makeTicks([1e-6, 1e-3], 6, { logarithmic: true }).map((v) => formatTick(v, v))"
-    assert counting.get(rates) == ["1e-6", "1e-5", "1e-4", "0.001"]
-    # Values of a sampler that agrees bit for bit are 0, which has no logarithm.
-    counting.run(
-        "const line = { name: 'a', series: 0, x: 0, y: page.xs[0].map(() => 0), low: null };"
-        "const data = { ...page.charts[0], logarithmic: true, lines: [line] };"
-        "new Chart(charts[0].figure.cloneNode(true), data, 99).draw();"
-    )
-
-
-def test_group_has_its_completions_side_by_side(grounding):
-    set_filter(grounding, view="training", sort="largest reward spread", signal="rewards differ")
-    assert all(entry["spread"] > 0 for entry in get_entries(grounding))
-    entry = get_entries(grounding)[0]
-    cards = grounding.get(
-        "[...document.querySelectorAll('#entry .answer')].map((card) => ({"
-        "top: card.getBoundingClientRect().top, text: card.textContent,"
-        "picture: Boolean(card.querySelector('.picture .marks img')) }))"
-    )
-    assert len(cards) == len(entry["answers"]) == 8
-    assert sum(card["top"] == cards[0]["top"] for card in cards) >= 3  # side by side
-    for card, answer in zip(cards, entry["answers"], strict=True):
-        assert f"{answer['tokens']} tokens" in card["text"]
-        assert ("truncated" in card["text"]) == (answer["stop"] == "length")
-        assert "advantage" in card["text"]
-        assert all(name.replace("_", " ") in card["text"] for name in answer["rewards"])
-        assert card["picture"] == bool(answer["marks"])
-    set_filter(grounding, signal="rewards equal")
-    assert all(entry["spread"] == 0 for entry in get_entries(grounding))
-
-
-def test_image_is_enlarged(grounding):
-    width = "document.querySelector('{} .picture img').getBoundingClientRect().width"
-    small = grounding.get(width.format(".entry-side"))
-    grounding.run("document.querySelector('.entry-side .picture').focus()")
-    grounding.press("Enter")
-    wait_until(grounding, "document.querySelector('dialog[open]')")
-    assert grounding.get(width.format("dialog")) > 1.5 * small
-    assert grounding.count("dialog .marks img") >= 1
-    bottom = "document.querySelector('dialog .picture').getBoundingClientRect().bottom"
-    assert grounding.get(f"{bottom} <= innerHeight")
-    grounding.click("dialog button")
-    wait_until(grounding, "!document.querySelector('dialog')")
 
 
 def test_flipped_examples_are_listed_with_both_answers(browser, tmp_path):
@@ -407,14 +382,3 @@ def test_flipped_examples_are_listed_with_both_answers(browser, tmp_path):
     swapped = browser.read(".flip-list.better .flip")
     assert len(swapped) == 3
     assert all("is not a box" in text.partition("B · ")[0] for text in swapped)  # A is wrong
-
-
-def test_runs_are_switched_in_all_charts(compared):
-    assert compared.read("#runs span") == ["grounding-0", "grounding-1"]
-    shown = "charts.map((c) => c.shown.map((l) => l.series))"
-    assert all(series == [0, 1] for series in compared.get(shown))
-    compared.click("#runs button")
-    assert all(series == [1] for series in compared.get(shown))
-    alone = "new MouseEvent('click', { shiftKey: true })"
-    compared.run(f"document.querySelector('#runs button').dispatchEvent({alone})")
-    assert all(series == [0] for series in compared.get(shown))

@@ -20,36 +20,37 @@ from vlm_grpo.report.charts import (
 from vlm_grpo.report.run import read_run
 
 
-def test_run_has_charts_of_its_metrics(counting_run):
+def test_a_run_has_charts_of_its_metrics_and_their_distributions(counting_run, tmp_path):
     run = read_run(counting_run)
-    titles = [chart.title for chart in build_charts(run)]
+    charts = {chart.title: chart for chart in build_charts(run)}
+    titles = list(charts)
     assert titles[0] == "Held out: exact"  # the primary metric comes first
     assert {"Reward", "Entropy", "KL to the reference", "Groups with equal rewards"} <= set(titles)
-    assert "Distribution of the reward" in titles
-    assert len(set(titles)) == len(titles)
+    assert len(build_charts(run)) == len(titles)
     compared = [chart.title for chart in build_comparison_charts([("a", run), ("b", run)])]
     assert "Reward: exact" in compared
-
-
-def test_a_run_has_the_same_color_in_all_charts(counting_run, tmp_path):
+    for title in ("Distribution of the reward", "Distribution of the completion length"):
+        lines = {line.name: line.y for line in charts[title].lines}
+        assert list(lines) == ["90 %", "median", "10 %"]
+        rows = [*zip(run.metrics, *lines.values(), strict=True)]
+        assert all(lower <= median <= upper for _, upper, median, lower in rows)
+    for row, upper, _, lower in rows:  # of the length
+        assert row["completions/min_length"] <= lower <= upper <= row["completions/max_length"]
+    # A run has the same color in all charts.
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "reward": 0.5}\n')
-    runs = [("bare", read_run(tmp_path)), ("full", read_run(counting_run))]
-    charts = build_comparison_charts(runs)
-    series = {(line.name, line.series) for chart in charts for line in chart.lines}
+    both = build_comparison_charts([("bare", read_run(tmp_path)), ("full", run)])
+    series = {(line.name, line.series) for chart in both for line in chart.lines}
     assert series == {("bare", 0), ("full", 1)}
 
 
-def test_phases_add_up_to_the_step(counting_run):
+def test_phases_add_up_to_the_step_without_generation_elsewhere(counting_run, tmp_path):
     chart = next(chart for chart in build_charts(read_run(counting_run)) if chart.stacked)
     names = [line.name for line in chart.lines]
     # The rollout contains the first three.
     assert names == ["prompts", "prefill", "decode", "update", "other"]
     for values in zip(*(line.y for line in chart.lines), strict=True):
         assert sum(values) == pytest.approx(0.41)  # the time per step in the metrics
-
-
-def test_generation_elsewhere_is_not_a_part_of_the_step(tmp_path):
-    """The rollout phase is the wait for the outside sampler, which generates in the background."""
+    # The rollout phase is the wait for the outside sampler, which generates in the background.
     row = {"step": 0, "reward": 0.5, "time/step": 3.0, "time/rollout": 0.5, "time/update": 2.0}
     row |= {"time/generation": 2.5, "staleness/max": 1, "sampling/effective_sample_size": 0.9}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row))
@@ -80,18 +81,6 @@ def test_errors_and_corpus_metrics_have_charts(tmp_path):
     assert "Held out: exact, by subset" not in compared
 
 
-def test_distributions_have_a_line_per_quantile(counting_run):
-    run = read_run(counting_run)
-    charts = {chart.title: chart for chart in build_charts(run)}
-    for title in ("Distribution of the reward", "Distribution of the completion length"):
-        lines = {line.name: line.y for line in charts[title].lines}
-        assert list(lines) == ["90 %", "median", "10 %"]
-        rows = zip(run.metrics, *lines.values(), strict=True)
-        assert all(lower <= median <= upper for _, upper, median, lower in rows)
-    for row, upper, _, lower in rows:  # those of the length are used up
-        assert row["completions/min_length"] <= lower <= upper <= row["completions/max_length"]
-
-
 def test_runs_without_usable_distributions_have_no_chart_of_them(tmp_path):
     rows = [{"step": 0, "reward": "high"}, {"step": 1, "reward": [None, "x"]}, {"reward": [1.0]}]
     (tmp_path / "config.yaml").write_text("task: counting\n")
@@ -99,7 +88,7 @@ def test_runs_without_usable_distributions_have_no_chart_of_them(tmp_path):
     assert build_charts(read_run(tmp_path)) == []
 
 
-def test_lines_share_their_steps_and_keep_the_series_of_their_run():
+def test_lines_share_their_steps_keep_the_series_of_their_run_and_are_averaged_if_long():
     lines = [
         Line("a", [1, 2], [0.5, math.nan], series=0),
         Line("b", [1, 2], [math.nan, math.inf], series=1),  # without values
@@ -112,32 +101,25 @@ def test_lines_share_their_steps_and_keep_the_series_of_their_run():
         ("a", 0, 0, [0.5, None]),
         ("c", 2, 0, [1.0, 0.6667]),  # four digits
     ]
+    for steps, points in ((2000, 2000), (2001, 1001), (9999, 2000)):
+        line = Line("a", range(steps), [float(step) for step in range(steps)])
+        packed = pack_charts([Chart("t", "h", [line])])
+        values = packed["charts"][0]["lines"][0]["y"]
+        assert len(values) == len(packed["xs"][0]) == points <= MAX_POINTS
+        size = math.ceil(steps / MAX_POINTS)  # the second point is the mean of the second part
+        assert values[1] == pytest.approx(size + (size - 1) / 2, rel=1e-3)
+        assert packed["xs"][0][1] == pytest.approx(size + (size - 1) / 2)
 
 
-@pytest.mark.parametrize(("steps", "points"), [(2000, 2000), (2001, 1001), (9999, 2000)])
-def test_long_lines_are_averaged(steps, points):
-    line = Line("a", range(steps), [float(step) for step in range(steps)])
-    packed = pack_charts([Chart("t", "h", [line])])
-    values = packed["charts"][0]["lines"][0]["y"]
-    assert len(values) == len(packed["xs"][0]) == points <= MAX_POINTS
-    size = math.ceil(steps / MAX_POINTS)  # the second point is the mean of the second part
-    assert values[1] == pytest.approx(size + (size - 1) / 2, rel=1e-3)
-    assert packed["xs"][0][1] == pytest.approx(size + (size - 1) / 2)
-
-
-def read_colors(theme: int, name: str) -> np.ndarray:
-    """Return the colors of variables in the light (0) or the dark theme (1), as linear RGB."""
+def test_series_stand_out_from_the_card_in_both_themes():
     css = resources.files("vlm_grpo.report").joinpath("page.css").read_text("utf-8")
-    block = css.split("color-scheme:")[theme + 1].partition("}")[0]
-    codes = re.findall(rf"--{name}: #([0-9a-f]{{6}})", block)
-    values = np.array([[int(code[i : i + 2], 16) / 255 for i in (0, 2, 4)] for code in codes])
-    return np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
-
-
-@pytest.mark.parametrize("theme", [0, 1])
-def test_series_stand_out_from_the_card(theme):
-    weights = np.array([0.2126, 0.7152, 0.0722])  # relative luminance, WCAG 2.2
-    card = float((read_colors(theme, "card") @ weights).item())
-    for luminance in read_colors(theme, r"series-\d") @ weights:
-        low, high = sorted((card, float(luminance)))
-        assert (high + 0.05) / (low + 0.05) >= 3  # WCAG 1.4.11
+    _, light, dark, *_ = css.split("color-scheme:")
+    for block in (light, dark):
+        names = r"--(card|series-\d): #([0-9a-f]{6})"
+        codes = [code for _, code in sorted(re.findall(names, block.partition("}")[0]))]
+        rgb = np.array([[int(code[i : i + 2], 16) / 255 for i in (0, 2, 4)] for code in codes])
+        linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+        card, *series = linear @ [0.2126, 0.7152, 0.0722]  # relative luminance, WCAG 2.2
+        for luminance in series:
+            low, high = sorted((card, luminance))
+            assert (high + 0.05) / (low + 0.05) >= 3  # WCAG 1.4.11

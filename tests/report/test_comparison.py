@@ -10,31 +10,21 @@ from report_runs import make_run
 
 from vlm_grpo.errors import UserError
 from vlm_grpo.eval.statistics import mcnemar_p_value
-from vlm_grpo.report.comparison import (
-    build_pairs,
-    build_sweep_charts,
-    choose_swept,
-    list_differences,
-)
+from vlm_grpo.report import comparison
 from vlm_grpo.report.run import Run, read_run
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, Run]]:
-    """Three counting runs of rising skill on the same 24 held-out examples."""
-    folder = tmp_path_factory.mktemp("runs")
-    return [
-        (name, read_run(make_run(folder, "counting", steps=4, seed=seed, skill=(0.2, skill))))
-        for seed, (name, skill) in enumerate((("low", 0.3), ("middle", 0.6), ("high", 0.95)))
-    ]
 
 
 def last_rows(run: Run) -> dict[str, dict[str, Any]]:
     return {row["id"]: row for row in read_last_evaluation(run.folder)}
 
 
-def test_flips_and_test_are_those_of_the_evaluations(runs):
-    pairs = build_pairs(runs)
+def test_flips_and_test_are_those_of_the_evaluations(tmp_path):
+    """Of three counting runs of rising skill on the same 24 held-out examples."""
+    runs = [
+        (str(skill), read_run(make_run(tmp_path, steps=4, seed=seed, skill=(0.2, skill))))
+        for seed, skill in enumerate((0.3, 0.6, 0.95))
+    ]
+    pairs = comparison.build_pairs(runs)
     assert [(pair["a"], pair["b"]) for pair in pairs] == [(0, 1), (0, 2), (1, 2)]
     for pair in pairs:
         rows = [last_rows(runs[pair[side]][1]) for side in "ab"]
@@ -80,44 +70,38 @@ def test_examples_that_do_not_match_are_left_out_and_counted(tmp_path):
             return {**row, "id": "other"}
         return {**row, "question": "Another?"} if row["id"] == ids[2] else row
 
-    (pair,) = build_pairs([("a", a), ("b", edit(b, change))])
+    (pair,) = comparison.build_pairs([("a", a), ("b", edit(b, change))])
     assert (pair["onlyA"], pair["onlyB"], pair["changed"], pair["n"]) == (2, 1, 1, 5)
     assert pair["tests"][0]["n"] == 5
     assert not {ids[0], ids[1], ids[2], "other"} & {flip["id"] for flip in pair["flips"]}
     b = edit(b, lambda row: {**row, "id": f"other {row['id']}"})
-    (pair,) = build_pairs([("a", a), ("b", b)])
+    (pair,) = comparison.build_pairs([("a", a), ("b", b)])
     assert (pair["n"], pair["tests"], pair["flips"]) == (0, [], [])
     (tmp_path / "config.yaml").write_text("task: counting\n")
-    assert build_pairs([("a", a), ("bare", read_run(tmp_path))]) == []  # nothing was evaluated
+    assert (
+        comparison.build_pairs([("a", a), ("bare", read_run(tmp_path))]) == []
+    )  # nothing was evaluated
 
 
 RATES = (1e-6, 1e-5, 1e-5, 1e-4)
 
 
-@pytest.fixture(scope="module")
-def swept_runs(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, Run]]:
+def test_settings_in_which_three_runs_differ_are_chosen_and_plotted(tmp_path):
     """Four runs with three learning rates and two losses."""
-    folder, runs = tmp_path_factory.mktemp("swept"), []
+    swept_runs, swept = [], ["objective.loss_type", "optim.lr"]
     for seed, loss in enumerate(("grpo", "grpo", "dr_grpo", "dr_grpo")):
         changes = {"optim.lr": RATES[seed], "objective.loss_type": loss}
-        run = make_run(folder, steps=2, held_out=6, seed=seed, overrides=changes)
-        runs.append((f"run-{seed}", read_run(run)))
-    return runs
-
-
-def test_settings_in_which_three_runs_differ_are_chosen(swept_runs):
-    runs, swept = [run for _, run in swept_runs], ["objective.loss_type", "optim.lr"]
-    assert list(list_differences(runs)) == ["name", *swept, "seed"]
-    assert choose_swept(runs) == swept
-    assert choose_swept(runs[:2]) == []  # two runs are a comparison
-    assert choose_swept(runs[:2], ["optim.lr"]) == ["optim.lr"]
+        run = make_run(tmp_path, steps=2, held_out=6, seed=seed, overrides=changes)
+        swept_runs.append((f"run-{seed}", read_run(run)))
+    runs = [run for _, run in swept_runs]
+    assert list(comparison.list_differences(runs)) == ["name", *swept, "seed"]
+    assert comparison.choose_swept(runs) == swept
+    assert comparison.choose_swept(runs[:2]) == []  # two runs are a comparison
+    assert comparison.choose_swept(runs[:2], ["optim.lr"]) == ["optim.lr"]
     with pytest.raises(UserError, match=r"--sweep optim.l: .*did you mean optim.lr.*these do: obj"):
-        choose_swept(runs, ["optim.l"])
+        comparison.choose_swept(runs, ["optim.l"])
 
-
-def test_each_run_is_a_point_at_its_setting(swept_runs):
-    swept = ["objective.loss_type", "optim.lr"]
-    loss, rate = build_sweep_charts(swept_runs, swept, together=False)
+    loss, rate = comparison.build_sweep_charts(swept_runs, swept, together=False)
     assert (rate.title, rate.axis, rate.logarithmic_x) == ("exact by optim.lr", "optim.lr", True)
     (line,) = rate.lines
     assert list(line.x) == sorted(RATES)
@@ -129,11 +113,7 @@ def test_each_run_is_a_point_at_its_setting(swept_runs):
     assert loss.ticks == ["dr_grpo", "grpo"]  # names have no order but the alphabet's
     assert not loss.logarithmic_x
     assert list(loss.lines[0].x) == [0, 0, 1, 1]
-
-
-def test_the_second_setting_has_a_line_per_value(swept_runs, tmp_path):
-    swept = ["optim.lr", "objective.loss_type"]
-    (chart,) = build_sweep_charts(swept_runs, swept, together=True)
+    (chart,) = comparison.build_sweep_charts(swept_runs, swept[::-1], together=True)
     assert {line.name: list(line.x) for line in chart.lines} == {
         "objective.loss_type = grpo": [1e-6, 1e-5],
         "objective.loss_type = dr_grpo": [1e-5, 1e-4],
@@ -141,4 +121,4 @@ def test_the_second_setting_has_a_line_per_value(swept_runs, tmp_path):
     # Runs of different metrics are not plotted.
     other = read_run(make_run(tmp_path, "grounding", steps=2, held_out=4))
     mixed = [*swept_runs, ("grounding", other)]
-    assert list(build_sweep_charts(mixed, ["optim.lr"], together=False)) == []
+    assert list(comparison.build_sweep_charts(mixed, ["optim.lr"], together=False)) == []

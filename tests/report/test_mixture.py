@@ -37,17 +37,9 @@ def make_run(folder: Path, counts: int, *outputs: str) -> Run:
     return read_run(folder)
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, Run]]:
-    folder = tmp_path_factory.mktemp("runs")
-    return [
-        ("long", make_run(folder / "long", 6, "0 1 9 9 9 9 0.5 1.75", "0 1 2 3 9 9 0.25 1.5")),
-        ("short", make_run(folder / "short", 3, "9 9 9 0.5 1", "0 1 9 0.5 1")),
-    ]
-
-
-def test_the_console_and_the_page_have_the_same_number_of_examples_and_interval(runs):
-    run = runs[0][1]
+def test_the_console_the_page_charts_and_comparisons_have_the_same_examples_and_interval(tmp_path):
+    run = make_run(tmp_path / "long", 6, "0 1 9 9 9 9 0.5 1.75", "0 1 2 3 9 9 0.25 1.5")
+    runs = [("long", run), ("short", make_run(tmp_path / "short", 3, "9 9 9 0.5 1", "0 1 9 0.5 1"))]
     before, after = run.evaluations
     change: Any = run.change()
     assert (change.n, change.after_interval) == (8, after.interval)
@@ -62,9 +54,6 @@ def test_the_console_and_the_page_have_the_same_number_of_examples_and_interval(
     assert "for the difference" in page
     assert "no example in common" not in page
 
-
-def test_a_chart_has_the_examples_of_its_source_and_the_interval(runs):
-    run = runs[0][1]
     charts = {chart.title: chart for chart in build_charts(run)}
     expected = {
         "score": "Mean of the sources, of 8 held-out examples, with its 95 % interval.",
@@ -77,11 +66,11 @@ def test_a_chart_has_the_examples_of_its_source_and_the_interval(runs):
     assert [*zip(line.low or [], line.high or [], strict=True)] == [
         evaluation.interval for evaluation in run.evaluations
     ]
-
-
-def test_a_comparison_tests_the_examples_in_common_and_names_both_numbers(runs):
-    charts = {chart.title: chart.help for chart in build_comparison_charts(runs)}
-    assert charts["Held out: score"].startswith("Mean of the sources, of 5 to 8 held-out examples")
+    # A comparison tests the examples in common, and names both numbers.
+    compared = {chart.title: chart.help for chart in build_comparison_charts(runs)}
+    assert compared["Held out: score"].startswith(
+        "Mean of the sources, of 5 to 8 held-out examples"
+    )
     (pair,) = build_pairs(runs)
     test = pair["tests"][0]
     assert (pair["primary"], test["name"], test["n"], pair["n"]) == ("score", "score", 5, 5)
@@ -89,7 +78,8 @@ def test_a_comparison_tests_the_examples_in_common_and_names_both_numbers(runs):
     assert test["a"] == pytest.approx((1 + 1 - 0.375) / 2)
     assert test["b"] == pytest.approx((2 / 3 + 1 - 0.25) / 2)
     first, second = (run.evaluations[-1] for _, run in runs)
-    change: Any = measure_change(first, second, "score")
+    change = measure_change(first, second, "score")
+    assert change is not None
     assert change.difference == pytest.approx(test["b"] - test["a"])
     assert test["interval"] == change.difference_interval
     assert {flip["id"] for flip in pair["flips"]} == {"c/2", "e/0", "e/1"}

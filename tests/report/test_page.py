@@ -1,7 +1,5 @@
 """The page shows the results, the alarms and the settings of a run."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,22 +13,8 @@ from vlm_grpo.report.run import read_run
 from vlm_grpo.training.export import build_model_card
 from vlm_grpo.utils.jsonl import read_rows
 
-HELD_OUT = 12
 
-
-@pytest.fixture(scope="module", params=["absolute_error", "rmse"])
-def error_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of two steps whose primary metric is an error."""
-    folder = tmp_path_factory.mktemp("runs")
-    benchmark = folder / "errors.yaml"
-    splits = f"splits: {{test: {HELD_OUT}}}"
-    benchmark.write_text(f"title: E\ntask: counting\nmetric: {request.param}\n{splits}\n")
-    words = ["optim.max_steps=2", "optim.prompts_per_step=2", "optim.warmup_steps=0"]
-    words += ["data.train_limit=20", f"data.eval_limit={HELD_OUT}", f"output_dir={folder}"]
-    return train(load_settings("counting", [*words, f"evaluation.benchmark={benchmark}"])).run_dir
-
-
-def test_a_page_has_results_and_charts_and_names_no_address(counting_run):
+def test_a_page_has_results_charts_and_alarms_and_names_no_address(counting_run):
     page = build_report(counting_run)
     assert page == counting_run / "report.html"
     text = page.read_text("utf-8")
@@ -40,9 +24,20 @@ def test_a_page_has_results_and_charts_and_names_no_address(counting_run):
     assert "Time per step by phase" in text
     assert "http://" not in text.replace("http://www.w3.org", "")  # SVG's namespaces
     assert not list(counting_run.glob("*.tmp"))
+    assert "No alarms" in text
+    alarm = {"step": 3, "name": "flat", "message": "all <equal>", "remedy": "harder examples"}
+    write_alarms(counting_run, [alarm])
+    text = build_report(counting_run).read_text()
+    (counting_run / "alarms.jsonl").unlink()
+    assert "all &lt;equal&gt;" in text
+    assert "harder examples" in text
 
 
-def test_page_of_a_run_without_steps(tmp_path):
+def test_a_run_without_steps_has_a_page_and_a_folder_without_a_run_has_none(tmp_path):
+    with pytest.raises(UserError, match="holds no run"):
+        build_report(tmp_path)
+    with pytest.raises(UserError, match="no run folder"):
+        build_report(tmp_path / "none")
     (tmp_path / "config.yaml").write_text("task: counting\nmodel: m\noptim: {max_steps: 10}\n")
     text = build_report(tmp_path).read_text("utf-8")
     assert "step 0 of 10, not finished" in text
@@ -56,16 +51,6 @@ def test_report_runs_no_code_of_the_folder(tmp_path):
     (tmp_path / "config.yaml").write_text(f"task: {task}\n")
     assert read_run(tmp_path).primary_metric is None
     assert build_report(tmp_path).is_file()
-
-
-def test_alarms_are_shown(counting_run):
-    assert "No alarms" in build_report(counting_run).read_text()
-    alarm = {"step": 3, "name": "flat", "message": "all <equal>", "remedy": "harder examples"}
-    write_alarms(counting_run, [alarm])
-    text = build_report(counting_run).read_text()
-    (counting_run / "alarms.jsonl").unlink()
-    assert "all &lt;equal&gt;" in text
-    assert "harder examples" in text
 
 
 def test_a_change_is_colored_by_its_interval(tmp_path):
@@ -103,17 +88,24 @@ def test_many_runs_are_rows_of_a_table(tmp_path):
         compare_runs([*long, long[0]])
 
 
-def test_page_starts_with_the_error_metric(error_run):
+@pytest.mark.parametrize("name", ["absolute_error", "rmse"])
+def test_the_page_and_the_model_card_of_an_error_say_that_lower_is_better(name, tmp_path):
+    benchmark = tmp_path / "errors.yaml"
+    splits = f"splits: {{test: {12}}}"
+    benchmark.write_text(f"title: E\ntask: counting\nmetric: {name}\n{splits}\n")
+    words = ["optim.max_steps=2", "optim.prompts_per_step=2", "optim.warmup_steps=0"]
+    words += ["data.train_limit=20", f"data.eval_limit={12}", f"output_dir={tmp_path}"]
+    words.append(f"evaluation.benchmark={benchmark}")
+    error_run = train(load_settings("counting", words)).run_dir
     run = read_run(error_run)
-    name = json.loads((error_run / "evaluation/step-000000.json").read_text())["headline"]
     assert run.primary_metric == name
     change: Any = run.change()
     logged = read_rows(error_run / "metrics.jsonl")[-1]
     assert change.after == pytest.approx(logged[f"eval/{name}"])
-    assert (change.n, change.lower_is_better) == (HELD_OUT, True)
+    assert (change.n, change.lower_is_better) == (12, True)
     page = build_report(error_run).read_text("utf-8")
     shown_name = name.replace("_", " ")
-    assert f"{shown_name} on {HELD_OUT} held-out examples; lower is better" in page
+    assert f"{shown_name} on {12} held-out examples; lower is better" in page
     verdict = f" {change.verdict}" if change.verdict else ""
     assert f'<span class="after{verdict}">{change.after:.3f}</span>' in page
     assert 'class="scale"' not in page  # an error is not between 0 and 1
@@ -125,11 +117,7 @@ def test_page_starts_with_the_error_metric(error_run):
     assert not first.share
     assert (first.lines[0].low is None) == (name == "rmse")
 
-
-def test_model_card_explains_the_error_metric(error_run):
-    run = read_run(error_run)
-    change: Any = run.change()
     card = build_model_card(resolve_model(str(error_run)))
-    assert f"{run.primary_metric} is an error: lower is better" in card
-    assert f"| **{run.primary_metric}** | {change.before:.4f}" in card
+    assert f"{name} is an error: lower is better" in card
+    assert f"| **{name}** | {change.before:.4f}" in card
     assert "nan" not in card

@@ -3,16 +3,14 @@
 import json
 import math
 
-import pytest
 from report_runs import make_run
 
-from vlm_grpo.errors import UserError
 from vlm_grpo.report.gallery import build_training_entries
 from vlm_grpo.report.page import build_report
 from vlm_grpo.report.run import read_run
 
 
-def test_summary_takes_precedence_over_the_mean_of_examples(tmp_path):
+def test_a_summary_takes_precedence_over_the_mean_of_examples_unless_it_is_malformed(tmp_path):
     """A benchmark's metric may be a mean over the means of groups."""
     folder = make_run(tmp_path, "counting", steps=4, held_out=6)
     path = folder / "evaluation/step-000004.json"
@@ -24,16 +22,12 @@ def test_summary_takes_precedence_over_the_mean_of_examples(tmp_path):
     last = read_run(folder).evaluations[-1]
     assert last.metrics["exact"] == mean / 2 + 0.01
     assert math.isnan(last.get_interval("exact")[0])  # the examples' interval is of another mean
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"headline": 3, "metrics": {}}', "[" * 9000])
-def test_malformed_summary_is_ignored(text, tmp_path):
-    folder = make_run(tmp_path, "counting", steps=4, held_out=6)
-    for path in (folder / "evaluation").glob("*.json"):
-        path.write_text(text)
-    run = read_run(folder)
-    assert run.primary_metric == "exact"  # from the samples
-    assert run.change() is not None
+    for text in ("", "[]", "{}", '{"headline": 3, "metrics": {}}', "[" * 9000):
+        for summary_path in (folder / "evaluation").glob("*.json"):
+            summary_path.write_text(text)
+        run = read_run(folder)
+        assert run.primary_metric == "exact"  # from the samples
+        assert run.change() is not None
 
 
 def test_unreadable_lines_are_skipped_and_counted(tmp_path):
@@ -58,10 +52,3 @@ def test_unreadable_lines_are_skipped_and_counted(tmp_path):
     assert malformed["answers"][0]["reward"] is None
     assert malformed["answers"][0]["parts"] == [("answer", "a?b")]
     assert "4 lines of the run's files could not be read" in build_report(folder).read_text()
-
-
-def test_folder_without_a_run_is_refused(tmp_path):
-    with pytest.raises(UserError, match="holds no run"):
-        build_report(tmp_path)
-    with pytest.raises(UserError, match="no run folder"):
-        build_report(tmp_path / "none")

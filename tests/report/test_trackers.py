@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import ANY, Mock
 
 import pytest
 from accelerate import PartialState
@@ -21,10 +22,6 @@ from vlm_grpo.report.samples import build_completion_rows
 from vlm_grpo.report.trackers import Trackers, check_installed
 
 
-def load_events(run_dir: Path) -> EventAccumulator:
-    return EventAccumulator(str(run_dir)).Reload()
-
-
 def start_trackers(names: list[str], run_dir: Path, resume_at: int = 0) -> Trackers:
     PartialState()  # Accelerate's trackers need it to log
     trackers = Trackers(names, run_dir)
@@ -32,54 +29,34 @@ def start_trackers(names: list[str], run_dir: Path, resume_at: int = 0) -> Track
     return trackers
 
 
-def test_tensorboard_gets_finite_metrics_and_images(tmp_path):
+def test_tensorboard_gets_finite_metrics_and_images_and_hides_steps_that_are_run_again(tmp_path):
     trackers = start_trackers(["tensorboard"], tmp_path)
     trackers.log(1, {"reward": 0.5, "kl": math.nan})
     trackers.log_images(1, {"samples/0": Image.new("RGB", (6, 4), (255, 0, 0))})
     trackers.log(2, {"reward": 0.75, "kl": 0.1})
+    trackers.log(3, {"reward": 1.0})
     trackers.finish()
-    events = load_events(tmp_path)
-    assert [(e.step, e.value) for e in events.Scalars("reward")] == [(1, 0.5), (2, 0.75)]
-    assert [e.step for e in events.Scalars("kl")] == [2]
-    (shown,) = events.Images("samples/0")
-    image = Image.open(io.BytesIO(shown.encoded_image_string))
-    assert (image.size, image.getpixel((0, 0))) == ((6, 4), (255, 0, 0))
-
-
-def test_a_resumed_run_hides_the_steps_that_are_run_again(tmp_path):
-    first = start_trackers(["tensorboard"], tmp_path)
-    for step in (1, 2, 3):
-        first.log(step, {"reward": float(step)})
-    first.finish()
     # Files are read by name: time and a number per process, where 10 comes before 9.
     for path in tmp_path.glob("events*"):
         path.rename(path.with_name(path.name.replace("tfevents.", "tfevents.0")))
     again = start_trackers(["tensorboard"], tmp_path, resume_at=2)
     again.log(3, {"reward": 30.0})
     again.finish()
-    assert [e.value for e in load_events(tmp_path).Scalars("reward")] == [1, 2, 30]
-
-
-class Service:
-    """A tracker of a service, which records its calls and fails in one of them."""
-
-    def __init__(self, name: str, fails_in: str = "") -> None:
-        self.name, self.fails_in, self.calls = name, fails_in, list[tuple[Any, ...]]()
-
-    def __getattr__(self, method: str) -> Any:
-        def call(*arguments: Any, step: int | None = None) -> None:
-            self.calls.append((method, step, *arguments))
-            if method == self.fails_in:
-                raise ConnectionError("the service is down")
-
-        return call
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("reward")] == [(1, 0.5), (2, 0.75), (3, 30)]
+    assert [e.step for e in events.Scalars("kl")] == [2]
+    (shown,) = events.Images("samples/0")
+    image = Image.open(io.BytesIO(shown.encoded_image_string))
+    assert (image.size, image.getpixel((0, 0))) == ((6, 4), (255, 0, 0))
 
 
 @pytest.mark.parametrize(
     "point", ["start", "store_init_configuration", "log", "log_images", "finish"]
 )
 def test_a_tracker_that_fails_is_reported_once_and_dropped(point, tmp_path, monkeypatch, caplog):
-    service = Service("wandb", point)
+    service = Mock()
+    service.name = "wandb"
+    getattr(service, point).side_effect = ConnectionError("the service is down")
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "wandb", lambda **_: service)
     with caplog.at_level(logging.WARNING):
         trackers = start_trackers(["wandb", "tensorboard"], tmp_path)
@@ -89,8 +66,8 @@ def test_a_tracker_that_fails_is_reported_once_and_dropped(point, tmp_path, monk
         trackers.finish()
     assert caplog.text.count("tracker wandb failed and is dropped") == 1
     assert "ConnectionError: the service is down" in caplog.text
-    assert service.calls[-1][0] == point  # it is not called afterwards
-    events = load_events(tmp_path)
+    assert service.method_calls[-1][0] == point  # it is not called afterwards
+    events = EventAccumulator(str(tmp_path)).Reload()
     assert len(events.Scalars("reward")) == len(events.Images("samples/0")) == 2
 
 
@@ -107,7 +84,8 @@ def log_completions(trackers: Trackers) -> Example:
 
 
 def test_trackers_with_tables_get_the_completions_with_their_image(tmp_path, monkeypatch):
-    service = Service("trackio")
+    service = Mock()
+    service.name = "trackio"
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "trackio", lambda **_: service)
     library: Any = ModuleType("trackio")
     # The arguments that tables of Weights & Biases and trackio have in common.
@@ -118,9 +96,8 @@ def test_trackers_with_tables_get_the_completions_with_their_image(tmp_path, mon
     assert trackers.takes_tables
     example = log_completions(trackers)
     trackers.finish()
-    ((step, logged),) = [call[1:] for call in service.calls if call[0] == "log"]
-    assert step == 1
-    first, second = logged["completions"]
+    service.log.assert_called_once_with(ANY, step=1)
+    first, second = service.log.call_args.args[0]["completions"]
     assert (first["id"], first["gold"]) == (example.id, str(example.answer))
     assert first["completion"] == TEXTS[0]
     assert (first["advantage"], second["advantage"]) == (0.5, -0.5)

@@ -30,28 +30,26 @@ def read_options(command: list[str]) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-@pytest.mark.parametrize(
-    "lora",
-    [(), ("policy.lora.r=8",), ("policy.lora.r=9", "policy.lora.target=all")],
-    ids=["full", "language", "all"],
-)
-def test_a_server_is_described_without_the_weights(lora):
-    settings = make_settings(OWN, "policy.max_pixels=5000", *lora)
-    policy = load_policy(settings)
-    trained = {find_part(name) for name, _ in policy.trainable_parameters()}
-    assert launch.describe_adapter(settings)[0] == (trained if lora else set())
-    options = read_options(launch.build_command(settings, ADDRESS))
-    assert json.loads(options["mm-processor-kwargs"])["size"]["longest_edge"] == 5000
-    assert options["logprobs-mode"] == "processed_logprobs"
-    assert options["served-model-name"] == "policy"
-    assert options["dtype"] == settings.policy.dtype
-    assert ("enable-lora" in options) == bool(lora)
-    assert ("enable-tower-connector-lora" in options) == (len(lora) == 2)
-    if lora:
-        assert options["max-lora-rank"] == ("16" if len(lora) == 2 else "8")
+def test_a_server_is_described_without_the_weights():
+    for lora in ((), ("policy.lora.r=8",), ("policy.lora.r=9", "policy.lora.target=all")):
+        settings = make_settings(OWN, "policy.max_pixels=5000", *lora)
+        policy = load_policy(settings)
+        trained = {find_part(name) for name, _ in policy.trainable_parameters()}
+        assert launch.describe_adapter(settings)[0] == (trained if lora else set())
+        options = read_options(launch.build_command(settings, ADDRESS))
+        assert json.loads(options["mm-processor-kwargs"])["size"]["longest_edge"] == 5000
+        assert options["logprobs-mode"] == "processed_logprobs"
+        assert options["served-model-name"] == "policy"
+        assert options["dtype"] == settings.policy.dtype
+        assert ("enable-lora" in options) == bool(lora)
+        assert ("enable-tower-connector-lora" in options) == (len(lora) == 2)
+        if lora:
+            assert options["max-lora-rank"] == ("16" if len(lora) == 2 else "8")
+    ranks = {1: 1, 2: 8, 64: 64, 300: 320, 600: 600}  # those that vLLM allows
+    assert {rank: launch.round_up_rank(rank) for rank in ranks} == ranks
 
 
-def test_only_a_server_of_the_run_has_its_memory_settings(monkeypatch):
+def test_flags_of_a_gpu_and_of_the_memory_of_a_server_of_the_run(monkeypatch):
     own = make_settings(OWN, "rollout.vllm.max_model_length=900", "rollout.vllm.arguments=[--x=1]")
     options = read_options(launch.build_command(own, ADDRESS))
     assert (options["max-model-len"], options["x"]) == ("900", "1")
@@ -60,11 +58,9 @@ def test_only_a_server_of_the_run_has_its_memory_settings(monkeypatch):
     assert "enable-sleep-mode" not in options
     shared = launch.build_command(make_settings(SHARED), ADDRESS)
     assert "gpu-memory-utilization" not in read_options(shared)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "transfer", "sleeps"),
-    [
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    for overrides, transfer, sleeps in (
         ((OWN,), "ipc", True),
         ((OWN, "rollout.steps_ahead=1"), "ipc", False),
         ((OWN, "rollout.steps_ahead=2"), None, False),
@@ -72,54 +68,46 @@ def test_only_a_server_of_the_run_has_its_memory_settings(monkeypatch):
         ((OWN, "policy.lora.r=8"), None, True),
         ((SHARED,), "nccl", False),  # a server of vlm-grpo serve, whose runs may ask for it
         ((SHARED, "policy.lora.r=8"), None, False),
-    ],
-)
-def test_flags_of_a_gpu(overrides, transfer, sleeps, monkeypatch):
-    settings = make_settings(*overrides)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    options = read_options(launch.build_command(settings, ADDRESS))
-    expected = None if transfer is None else json.dumps({"backend": transfer})
-    assert options.get("weight-transfer-config") == expected
-    assert ("enable-sleep-mode" in options) == sleeps
-    assert "worker-extension-cls" not in options  # for CPUs
-    if settings.rollout.vllm and settings.rollout.vllm.python:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
-        own = launch.build_environment(settings, GPU)
-        assert own["CUDA_VISIBLE_DEVICES"] == "6"
-        assert ("VLLM_ALLOW_INSECURE_SERIALIZATION" in own) == (transfer == "ipc")
+    ):
+        settings = make_settings(*overrides)
+        options = read_options(launch.build_command(settings, ADDRESS))
+        expected = None if transfer is None else json.dumps({"backend": transfer})
+        assert options.get("weight-transfer-config") == expected
+        assert ("enable-sleep-mode" in options) == sleeps
+        assert "worker-extension-cls" not in options  # for CPUs
+        if OWN in overrides:
+            environment = launch.build_environment(settings, GPU)
+            assert environment["CUDA_VISIBLE_DEVICES"] == "6"
+            assert ("VLLM_ALLOW_INSECURE_SERIALIZATION" in environment) == (transfer == "ipc")
 
 
-@pytest.mark.parametrize(
-    ("overrides", "weights", "level"),
-    [
-        ((OWN,), 1, 2),
-        ((OWN, "policy.lora.r=8"), 250, 0),
-        ((OWN, "policy.lora.r=8"), 251, 1),
-        ((OWN, "rollout.steps_ahead=1"), 1, None),
-        ((SHARED,), 1, None),
-    ],
-)
-def test_what_a_server_frees_depends_on_what_fits(overrides, weights, level, monkeypatch):
-    settings = make_settings(*overrides)
-    properties: Any = type("Properties", (), {"total_memory": 1000})
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    weight = torch.nn.Parameter(torch.empty(weights, dtype=torch.uint8, device="meta"), False)
-    model = torch.nn.ParameterList([weight])
-    policy: Any = SimpleNamespace(device=GPU, adapters=settings.policy.lora, model=model)
-    assert launch.choose_sleep_level(policy, settings) == level
+def test_what_a_server_frees_depends_on_what_fits(monkeypatch):
+    memory = SimpleNamespace(total_memory=1000)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    for count, level, *overrides in (
+        (1, 2, OWN),
+        (250, 0, OWN, "policy.lora.r=8"),
+        (251, 1, OWN, "policy.lora.r=8"),
+        (1, None, OWN, "rollout.steps_ahead=1"),
+        (1, None, SHARED),
+    ):
+        settings = make_settings(*overrides)
+        weight = torch.nn.Parameter(torch.empty(count, dtype=torch.uint8, device="meta"), False)
+        model = torch.nn.ParameterList([weight])
+        policy: Any = SimpleNamespace(device=GPU, adapters=settings.policy.lora, model=model)
+        assert launch.choose_sleep_level(policy, settings) == level
 
 
-@pytest.mark.parametrize("way", ["ipc", "nccl"])
-def test_what_needs_a_gpu_is_refused_on_a_cpu(way):
-    servers = OWN if way == "ipc" else SHARED
-    settings = make_settings(servers, f"rollout.vllm.weight_transfer={way}")
-    with pytest.raises(UserError, match=f"weight_transfer={way} needs a GPU"):
-        weights.choose_transfer(settings, on_gpu=False)
-    assert weights.choose_transfer(settings, on_gpu=True) == way
+def test_what_needs_a_gpu_is_refused_on_a_cpu():
+    for way, servers in {"ipc": OWN, "nccl": SHARED}.items():
+        settings = make_settings(servers, f"rollout.vllm.weight_transfer={way}")
+        with pytest.raises(UserError, match=f"weight_transfer={way} needs a GPU"):
+            weights.choose_transfer(settings, on_gpu=False)
+        assert weights.choose_transfer(settings, on_gpu=True) == way
     assert launch.choose_sleep_level(load_policy(settings), make_settings(OWN)) is None
 
 
-def test_users_get_the_trained_model_under_its_name(tmp_path):
+def test_users_get_the_trained_model_under_its_name_with_its_chat(tmp_path, monkeypatch):
     settings = load_settings("quickstart", ["policy.lora.r=8", "policy.max_pixels=5000"])
     folder = tmp_path / "step-3"
     load_policy(settings).save(folder, load_policy(settings).weights())
@@ -146,15 +134,7 @@ def test_users_get_the_trained_model_under_its_name(tmp_path):
     assert command[1] == str(tmp_path / "full")
     assert read_options(command)["served-model-name"] == "mine"
     assert "enable-lora" not in read_options(command)
-
-
-def test_the_arguments_of_the_chat_template_are_the_server_s_defaults(monkeypatch):
     monkeypatch.setattr(ChatTemplate, "_is_switch", lambda self, name: True)
     settings = load_settings("quickstart", ["prompt.thinking=false"])
     options = read_options(launch.build_public_command(settings, None, "mine", ADDRESS))
     assert json.loads(options["default-chat-template-kwargs"]) == {"enable_thinking": False}
-
-
-@pytest.mark.parametrize(("rank", "allowed"), [(1, 1), (2, 8), (64, 64), (300, 320), (600, 600)])
-def test_ranks_of_adapters_are_those_that_vllm_allows(rank, allowed):
-    assert launch.round_up_rank(rank) == allowed

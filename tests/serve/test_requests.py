@@ -36,7 +36,7 @@ def build(policy: Policy, example: Example, numbers: range = range(2)) -> tuple[
     return prompt, build_request(policy, prompt, sampling, numbers, (0, 3))
 
 
-def make_choice(index: int = 0, tokens: Any = (1, 2), reason: str = "stop", **changes: Any) -> Any:
+def make_choice(index: int = 0, tokens: Any = (1, 2), reason: Any = "stop", **changes: Any) -> Any:
     return {
         "index": index,
         "token_ids": list(tokens),
@@ -113,13 +113,11 @@ def test_images_are_sent_after_our_resize_without_loss(policy):
     assert list(prompt.token_ids).count(image_token) == expanded
 
 
-@pytest.fixture
-def sampling(policy: Policy) -> SamplingSettings:
-    return SamplingSettings(policy.distribution, 4, stop=("b",))
-
-
-def test_choices_are_read_in_order(policy, sampling):
-    (eos,) = policy.distribution.eos
+def test_choices_are_read_in_order_with_the_version_of_their_oldest_weights(policy):
+    sampling, (eos,) = (
+        SamplingSettings(policy.distribution, 4, stop=("b",)),
+        policy.distribution.eos,
+    )
     choices = [
         make_choice(2, (65, 66), "stop"),
         make_choice(0, (65, eos)),
@@ -131,22 +129,15 @@ def test_choices_are_read_in_order(policy, sampling):
     assert [c.text for c in group] == [policy.decode(c.token_ids) for c in group]
     assert group[1].logprobs == (-32.5,) * 4
     assert {c.version for c in group} == {4}
-
-
-@pytest.mark.parametrize(
-    ("names", "oldest"),
-    [([LABEL.write(n) for n in (5, 3, 4)], 3), ([LABEL.write(5), "weights/another/9"], -1)],
-)
-def test_a_completion_has_the_version_of_its_oldest_weights(policy, sampling, names, oldest):
-    choice = make_choice(weight_versions=[{"version": name} for name in names])
-    (found,) = read_choices(policy, sampling, [choice], LABEL)
-    assert found.version == oldest
-
-
-@pytest.mark.parametrize("reason", ["abort", "error", None])
-def test_a_completion_that_the_server_has_given_up(policy, sampling, reason):
-    with pytest.raises(ServiceError, match=f"ended by {reason}"):
-        read_choices(policy, sampling, [make_choice(reason=reason)], LABEL)
+    for names, oldest in (
+        ([LABEL.write(n) for n in (5, 3, 4)], 3),
+        ([LABEL.write(5), "weights/another/9"], -1),
+    ):
+        choice = make_choice(weight_versions=[{"version": name} for name in names])
+        assert read_choices(policy, sampling, [choice], LABEL)[0].version == oldest
+    for reason in ("abort", "error", None):  # the server has given it up
+        with pytest.raises(ServiceError, match=f"ended by {reason}"):
+            read_choices(policy, sampling, [make_choice(reason=reason)], LABEL)
 
 
 IMAGE = noise_example("i", [(56, 84)], seed=3).images[0]
@@ -184,7 +175,7 @@ def read_tensor(part: Any) -> np.ndarray:
     return np.frombuffer(data, dtype=name).reshape(shape)
 
 
-def test_the_server_gets_each_image_and_pair_of_frames_with_its_place(clip_policy):
+def test_the_server_gets_each_image_and_pair_of_frames_with_its_place_and_no_loss(clip_policy):
     prompt, request = build(clip_policy, MIXED)
     assert request["token_ids"] == list(prompt.token_ids)  # complete: nothing is inserted
     assert "content_parts" not in request
@@ -202,13 +193,9 @@ def test_the_server_gets_each_image_and_pair_of_frames_with_its_place(clip_polic
     assert inside == [i for i, token in enumerate(prompt.token_ids) if token in media]
     assert len(set(features["mm_hashes"]["image"])) == 4  # the features are kept by these names
 
-
-def test_the_frames_are_sent_without_loss(clip_policy):
-    _, request = build(clip_policy, Example("a", (CLIP,), "When?", 0))
-    items = [unpack(base64.b64decode(i))[0] for i in request["features"]["kwargs_data"]["image"]]
     frames = [np.asarray(frame) for frame in CLIP.load_frames()]
     frames.append(frames[-1])  # the processor repeats the last one of an odd number
-    for index, item in enumerate(items):
+    for index, (item, _) in enumerate(sent[1:]):
         pixels = read_tensor(item["pixel_values"])
         assert pixels.dtype == np.uint8
         # Rows of 2 × 2 blocks of patches; values are colors, the two frames, rows and columns.
@@ -216,7 +203,7 @@ def test_the_frames_are_sent_without_loss(clip_policy):
         assert np.array_equal(blocks.reshape(2, 64, 96, 3), frames[2 * index : 2 * index + 2])
 
 
-def test_an_observed_image_is_sent_behind_the_frames_of_a_clip(clip_policy):
+def test_an_observed_image_is_sent_behind_the_frames_of_a_clip_normalized_alike(clip_policy):
     clip, image = (
         make_prompt(clip_policy, Example("a", (part,), "When?", 0)) for part in (CLIP, IMAGE)
     )
@@ -229,9 +216,7 @@ def test_an_observed_image_is_sent_behind_the_frames_of_a_clip(clip_policy):
     behind = len(clip.token_ids) + 2
     moved = [{**place, "offset": place["offset"] + behind} for place in places[1]]
     assert found["mm_placeholders"]["image"] == [*places[0], *moved]
-
-
-def test_another_normalization_of_clips_than_of_images_is_an_error(clip_policy):
+    # Another normalization of clips than of images is an error.
     clip_policy.processor.video_processor.image_mean = [0.4, 0.5, 0.5]
     with pytest.raises(UserError, match=r"example a: .* a clip unlike those .*sampler=policy"):
         build(clip_policy, MIXED)

@@ -14,12 +14,11 @@ from commands import fails
 from fake_vllm import read_calls, run_fake
 from processes import is_alive, is_listening, wait_for
 from safetensors.torch import load_file
-from small_runs import LORA, assert_same_run, load_weights, make_trainer, read_metrics
+from small_runs import LORA, assert_same_run, load_weights, read_metrics
 
 from vlm_grpo import Settings, cli, train
 
 GENERATE = "/inference/v1/generate"
-EVERY_STEP = {"every": 1, "keep_last": 10}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,16 +44,15 @@ def assert_nothing_is_left(settings: Settings, fake: Path) -> None:
 
 
 def write(settings: Settings, folder: Path) -> Path:
-    path = folder / "run.yaml"
-    path.write_text(settings.model_dump_json())
-    return path
+    (folder / "run.yaml").write_text(settings.model_dump_json())
+    return folder / "run.yaml"
 
 
 @pytest.mark.parametrize("policy", [{"dtype": "float32"}, LORA], ids=["full weights", "adapters"])
 def test_each_step_is_sampled_with_weights_of_its_checkpoint(settings, fake, model_folder, policy):
-    build = settings({"has_child": True}, policy=policy, checkpoint=EVERY_STEP)
-    trainer = make_trainer(build)
-    trainer.run()
+    every = {"every": 1, "keep_last": 10}
+    build = settings({"has_child": True}, policy=policy, checkpoint=every)
+    train(build)
     assert len(read_metrics(build.run_dir)) == 4
     versions = [call["version"] for call in read_calls(fake, GENERATE)[1:]]
     assert [int(version.rpartition("/")[2]) for version in versions] == sorted([0, 1, 2, 3] * 3)
@@ -71,38 +69,29 @@ def test_each_step_is_sampled_with_weights_of_its_checkpoint(settings, fake, mod
     assert_nothing_is_left(build, fake)
 
 
-@pytest.fixture(scope="module")
-def whole_runs() -> dict[Any, Path]:
-    """Folders of runs without a failure, by their number of steps ahead and prompts per step."""
-    return {}
-
-
 @pytest.fixture
-def find_whole(settings: Any, whole_runs: Any, tmp_path_factory: Any, model_folder: Path) -> Any:
-    """Return a function that makes the run of some settings without a failure, once."""
+def make_whole(settings: Any, tmp_path: Path, model_folder: Path) -> Any:
+    """Return a function that makes the run of some settings without a failure."""
 
-    def find(**changes: Any) -> Path:
-        if str(changes) not in whole_runs:
-            folder = tmp_path_factory.mktemp("whole")
-            with run_fake(folder / "fake", model_folder) as url:
-                build = settings(urls=[url], output_dir=str(folder / "runs"), **changes)
-                train(build)
-            whole_runs[str(changes)] = build.run_dir
-        return whole_runs[str(changes)]
+    def make(**changes: Any) -> Path:
+        with run_fake(tmp_path / "whole", model_folder) as url:
+            build = settings(urls=[url], output_dir=str(tmp_path / "whole-runs"), **changes)
+            train(build)
+        return build.run_dir
 
-    return find
+    return make
 
 
 @pytest.mark.parametrize(("fault", "ahead"), [("hang", 0), ("die", 1)])
 def test_a_server_that_fails_in_mid_rollout_is_restarted(
-    settings, fake, find_whole, caplog, fault, ahead
+    settings, fake, make_whole, caplog, fault, ahead
 ):
     rollout = {"steps_ahead": ahead}
     # The 6th request is the 2nd of the second step: before it are the check's and three.
     plan = {"faults": {GENERATE: {"6": fault}}, "has_child": True}
     build = settings(plan, vllm={"request_timeout": 2.0}, rollout=rollout)
     train(build)
-    assert_same_run(find_whole(rollout=rollout), build.run_dir)
+    assert_same_run(make_whole(rollout=rollout), build.run_dir)
     assert len(read_calls(fake, "start")) == 2
     assert "the vLLM server failed (http://127.0.0.1:" in caplog.text
     assert "is restarted (1 of 3); its log is" in caplog.text
@@ -111,7 +100,7 @@ def test_a_server_that_fails_in_mid_rollout_is_restarted(
 
 
 def test_a_server_that_fails_each_time_ends_the_run_and_loses_nothing(
-    settings, fake, find_whole, capsys, tmp_path
+    settings, fake, make_whole, capsys, tmp_path
 ):
     # The requests of the first start: the check's, and one of each of two steps; of the second
     # one: the check's, and the same prompt's again.
@@ -125,7 +114,7 @@ def test_a_server_that_fails_each_time_ends_the_run_and_loses_nothing(
     assert_nothing_is_left(build, fake)
     (fake / "plan.json").write_text("{}")
     train(build.model_copy(update={"resume": True}))
-    assert_same_run(find_whole(optim={"prompts_per_step": 1}), build.run_dir)
+    assert_same_run(make_whole(optim={"prompts_per_step": 1}), build.run_dir)
     assert log.read_text().count("$ ") == 3  # what failed is still there
 
 
@@ -157,27 +146,25 @@ def call_cli(arguments: list[str]) -> None:
 def test_ctrl_c_saves_the_run_and_ends_its_servers(settings, fake, tmp_path, when):
     plans = {"rollout": {"faults": {GENERATE: {"6": "hang"}}}, "start": {"starts": {"1": "never"}}}
     build = settings({**plans[when], "has_child": True}, vllm={"request_timeout": 200.0})
-    words = ["train", str(write(build, tmp_path)), "--trust-code"]
-    process = forked.start(tmp_path / "output", call_cli, words)
+    output, words = tmp_path / "output", ["train", str(write(build, tmp_path)), "--trust-code"]
+    output.touch()
+    process = forked.start(output, call_cli, words)
     try:
         if when == "rollout":
             wait_for(lambda: len(read_calls(fake, GENERATE)) == 7)  # the other two are answered
         else:
-            wait_for(lambda: len(find_pids(fake)) == 2 and "run folder" in _read(tmp_path))
+            wait_for(lambda: len(find_pids(fake)) == 2 and "run folder" in output.read_text())
         assert process.pid is not None
         assert all(is_alive(pid) for pid in find_pids(fake))
         os.killpg(process.pid, signal.SIGINT)
         process.join(60)
     finally:
         process.kill()
-    assert process.exitcode == 130, _read(tmp_path)
-    assert "Traceback" not in _read(tmp_path)
-    texts = ["checkpoints/step-1; continue with resume=true"]
+    text = output.read_text()
+    assert process.exitcode == 130, text
+    assert "Traceback" not in text
+    ends = ["checkpoints/step-1; continue with resume=true"]
     if when == "start":  # perhaps before the first step could be stopped
-        texts = ["checkpoints/step-0; continue with", "interrupted; finished checkpoints are kept"]
-    assert any(text in _read(tmp_path) for text in texts)
+        ends = ["checkpoints/step-0; continue with", "interrupted; finished checkpoints are kept"]
+    assert any(end in text for end in ends)
     assert_nothing_is_left(build, fake)
-
-
-def _read(folder: Path) -> str:
-    return (folder / "output").read_text() if (folder / "output").exists() else ""

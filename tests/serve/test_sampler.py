@@ -40,26 +40,20 @@ def prompts(strategy: Any) -> list[Prompt]:
     return [make_prompt(policy, noise_example(str(i), [(60, 30 + i)] * (i % 2))) for i in range(8)]
 
 
-class Servers:
-    """Servers of the tests, and the sampler that asks them."""
-
-    def __init__(self, sampler: VllmSampler, folders: list[Path], urls: list[str]) -> None:
-        self.sampler, self.folders, self.urls = sampler, folders, urls
-
-    def paths(self, number: int = 0) -> list[str]:
-        """Return the paths of a server's requests from the first weights on."""
-        paths = [call["path"] for call in read_calls(self.folders[number])]
-        return paths[paths.index("/pause") :] if "/pause" in paths else []
+def paths(servers: Any, number: int = 0) -> list[str]:
+    """Return the paths of a server's requests from the first weights on."""
+    found = [call["path"] for call in read_calls(servers.folders[number])]
+    return found[found.index("/pause") :] if "/pause" in found else []
 
 
 @pytest.fixture
 def start(
     strategy: Any, settings: Any, tmp_path: Path, model_folder: Path
-) -> Iterator[Callable[..., Servers]]:
-    """Return a function that starts servers of these plans in threads, and a sampler."""
+) -> Iterator[Callable[..., Any]]:
+    """Return a function that starts servers of these plans in threads, and their sampler."""
     with ExitStack() as stack:
 
-        def run(*plans: dict[str, Any], publish: bool = True, **vllm: Any) -> Servers:
+        def run(*plans: dict[str, Any], publish: bool = True, **vllm: Any) -> Any:
             first = len(list(tmp_path.glob("server-*")))
             folders = [tmp_path / f"server-{first + number}" for number in range(len(plans))]
             pairs = zip(folders, plans, strict=True)
@@ -68,7 +62,7 @@ def start(
             stack.callback(sampler.close)
             if publish:
                 sampler.publish(0)
-            return Servers(sampler, folders, urls)
+            return SimpleNamespace(sampler=sampler, folders=folders, urls=urls)
 
         yield run
 
@@ -96,44 +90,38 @@ def expected(start: Any, prompts: list[Prompt]) -> Any:
     return tokens(sample(start({}).sampler, prompts))
 
 
-def test_groups_are_in_the_order_of_the_prompts(start, prompts):
-    servers = start({})
-    groups = sample(servers.sampler, prompts)
-    assert [len(group) for group in groups] == [3] * 8
-    assert len({str(group) for group in tokens(groups)}) == 8
-    # Each prompt has its own seed, so that a prompt alone gives the same.
-    assert tokens(sample(servers.sampler, prompts[:1])) == tokens(groups)[:1]
-    assert versions(groups) == {0}
-
-
-def test_several_servers_share_the_prompts(start, prompts, expected):
+def test_servers_share_the_prompts_and_have_the_weights_before_the_first(start, prompts, expected):
     servers = start({"seconds": 0.05}, {"seconds": 0.05})
     assert tokens(sample(servers.sampler, prompts)) == expected
-    counts = [servers.paths(number).count(GENERATE) for number in range(2)]
+    assert [len(group) for group in expected] == [3] * 8
+    assert len({str(group) for group in expected}) == 8
+    counts = [paths(servers, number).count(GENERATE) for number in range(2)]
     assert sum(counts) == 8
     assert min(counts) > 0
-
-
-def test_all_servers_have_the_weights_before_the_first_prompt(start, prompts):
-    servers = start({}, {})
     for version in range(3):
         if version:
             servers.sampler.publish(version)
-        assert versions(sample(servers.sampler, prompts)) == {version}
-        sample(servers.sampler, prompts)  # has the weights already
+        assert versions(sample(servers.sampler, prompts)) == {version}  # has them already, first
     for number in range(2):
-        assert servers.paths(number).count("/pause") == 3
+        assert paths(servers, number).count("/pause") == 3
         found = [call["version"] for call in read_calls(servers.folders[number], GENERATE)[1:]]
         assert found == sorted(found)
+    # Each prompt has its own seed, so that a prompt alone gives the same.
+    assert tokens(sample(servers.sampler, prompts[:1])) == expected[:1]
 
 
-def test_a_rollout_has_the_weights_of_when_it_was_started(start, prompts):
+def test_a_rollout_has_the_weights_of_when_it_was_started_unless_it_is_cancelled(start, prompts):
     servers = start({"seconds": 0.05})
     first = begin(servers.sampler, prompts)
     second = begin(servers.sampler, prompts)
     servers.sampler.publish(1)
     third = begin(servers.sampler, prompts)
     assert [versions(job.result(60)) for job in (first, second, third)] == [{0}, {0}, {1}]
+    kept, cancelled = begin(servers.sampler, prompts), begin(servers.sampler, prompts)
+    assert cancelled.cancel()
+    last = begin(servers.sampler, prompts[:1])
+    assert [len(job.result(60)) for job in (kept, last)] == [8, 1]
+    assert paths(servers).count(GENERATE) == 3 * 8 + 8 + 1
 
 
 @pytest.mark.parametrize(
@@ -151,14 +139,14 @@ def test_a_server_that_fails_once_is_asked_again(start, prompts, expected, caplo
     timeout = {"request_timeout": 0.5} if fault == "hang" else {}
     servers = start({"faults": {path: {number: fault}}}, **timeout)
     assert tokens(sample(servers.sampler, prompts)) == expected
-    assert servers.paths().count(GENERATE) == 8 + (path == GENERATE), "only what failed is repeated"
+    assert paths(servers).count(GENERATE) == 8 + (path == GENERATE), "only what failed is repeated"
     assert f"the vLLM server {servers.urls[0]} failed (" in caplog.text
     assert "is asked again (1 of 3)" in caplog.text
     assert ("no response within" in caplog.text) == (fault == "hang")
-    assert servers.paths().count("/pause") == 2
-    again = len(servers.paths()) - 1 - servers.paths()[::-1].index("/pause")
+    assert paths(servers).count("/pause") == 2
+    again = len(paths(servers)) - 1 - paths(servers)[::-1].index("/pause")
     loads = [LOAD, LOAD, "/reset_encoder_cache", "/reset_prefix_cache", "/update_weight_version"]
-    assert servers.paths()[again : again + 7] == ["/pause", *loads, "/resume"]
+    assert paths(servers)[again : again + 7] == ["/pause", *loads, "/resume"]
 
 
 def test_a_server_that_is_gone_is_dropped(start, prompts, expected, caplog):
@@ -176,37 +164,29 @@ def test_failures_are_counted_until_a_rollout_is_finished(start, prompts):
     servers = start({"faults": {GENERATE: {"1": "400", "*": "500"}}}, max_restarts=2)
     with pytest.raises(UserError, match=r"the last vLLM .*status 500.*continue with resume"):
         sample(servers.sampler, prompts[:1])
-    assert servers.paths().count(GENERATE) == 3
+    assert paths(servers).count(GENERATE) == 3
     servers = start({"faults": {GENERATE: dict.fromkeys("246", "500")}}, max_restarts=1)
     for _ in range(3):
         sample(servers.sampler, prompts[:1])
-
-
-def test_a_refused_prompt_names_the_example(start, prompts):
+    # The server that refuses a prompt is as good as before.
     servers = start({"faults": {GENERATE: {"2": "400"}}})
     message = r"example 0: vLLM refuses its prompt: .*fault of status 400"
     with pytest.raises(UserError, match=message):
         sample(servers.sampler, prompts[:1])
-    sample(servers.sampler, prompts[:1])  # the server is as good as before
-    assert servers.paths().count("/pause") == 1
+    sample(servers.sampler, prompts[:1])
+    assert paths(servers).count("/pause") == 1
 
 
-@pytest.mark.parametrize(
-    ("plan", "message"),
-    [
+def test_a_server_of_another_size_of_images_or_other_weights_is_not_used(
+    start, prompts, monkeypatch
+):
+    for plan, message in (
         ({"image_tokens": 1}, r"example [1357]: its images have .* in the vLLM server"),
-        (
-            {"keeps_version": True},
-            "the last vLLM .* weights of no step of this run instead of step 0",
-        ),
-    ],
-)
-def test_a_server_of_another_size_of_images_or_other_weights(start, prompts, plan, message):
-    with pytest.raises(UserError, match=message):
-        sample(start(plan, max_restarts=1).sampler, prompts)
-
-
-def test_an_answer_of_older_weights_is_not_used(start, prompts, monkeypatch):
+        ({"keeps_version": True}, "last vLLM .* weights of no step of this run instead of step 0"),
+    ):
+        with pytest.raises(UserError, match=message):
+            sample(start(plan, max_restarts=1).sampler, prompts)
+    # Nor is an answer of older weights.
     servers = start({}, max_restarts=0)
     sample(servers.sampler, prompts)
     servers.sampler.publish(1)
@@ -215,9 +195,7 @@ def test_an_answer_of_older_weights_is_not_used(start, prompts, monkeypatch):
     monkeypatch.setattr(Server, "resume", lambda s, version, _: setattr(s, "version", version))
     with pytest.raises(UserError, match="sampled with weights of step 0 instead of step 1"):
         sample(servers.sampler, prompts)
-
-
-def test_base_weights_that_were_replaced_are_refused(start, monkeypatch):
+    # Nor are base weights that were replaced.
     monkeypatch.setattr(WeightLabel, "kind", "adapters")
     servers = start({"weights": "weights/another/3"}, publish=False)
     with pytest.raises(UserError, match=f"{servers.urls[0]}: its base weights were replaced"):
@@ -234,20 +212,10 @@ def test_a_server_that_does_not_come_up(strategy, settings, capsys, monkeypatch)
     assert f"waiting for vLLM at {url} (0 of at most 0.3 s)" in capsys.readouterr().out
 
 
-def test_a_cancelled_rollout_is_not_sampled(start, prompts):
-    servers = start({"seconds": 0.05})
-    first, second = begin(servers.sampler, prompts), begin(servers.sampler, prompts)
-    assert second.cancel()
-    third = begin(servers.sampler, prompts[:1])
-    assert len(first.result(60)) == 8
-    assert len(third.result(60)) == 1
-    assert servers.paths().count(GENERATE) == 9
-
-
 def test_the_end_of_the_run_ends_a_rollout(start, prompts):
     servers = start({"seconds": 0.1})
     job = begin(servers.sampler, prompts)
-    wait_for(lambda: GENERATE in servers.paths())
+    wait_for(lambda: GENERATE in paths(servers))
     servers.sampler.close()
     with pytest.raises(UserError, match="the run was stopped"):
         job.result(60)
@@ -267,25 +235,22 @@ def test_other_ranks_wait_for_the_weights_that_the_first_loads(start, strategy, 
     load_no_weights(second)
     second.publish(0)
     job = begin(second, prompts[4:])
-    assert GENERATE not in servers.paths()
+    assert GENERATE not in paths(servers)
     sample(first, prompts[:4])
     assert versions(job.result(60)) == {0}
-    assert servers.paths().count("/pause") == 1
+    assert paths(servers).count("/pause") == 1
     for sampler in (first, second):
         sampler.publish(1)
     job = begin(second, prompts[4:])
     sample(first, prompts[:4])
     assert versions(job.result(60)) == {1}
     second.close()
-
-
-def test_other_ranks_wait_no_longer_than_for_a_request(start, strategy, prompts):
-    servers = start({}, publish=False, request_timeout=0.1, max_restarts=0)
-    sampler: Any = servers.sampler
-    load_no_weights(sampler)
-    sampler.publish(0)
+    # They wait no longer than for a request.
+    late: Any = start({}, publish=False, request_timeout=0.1, max_restarts=0).sampler
+    load_no_weights(late)
+    late.publish(0)
     with pytest.raises(UserError, match="was not given the weights of step 0"):
-        sample(sampler, prompts)
+        sample(late, prompts)
 
 
 def test_a_server_on_the_run_s_gpu_is_ready_and_rests_first(strategy, settings, monkeypatch):

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
@@ -21,9 +22,8 @@ from vlm_grpo.serve import parent_watch
 from vlm_grpo.serve.server import Server, ServerProcess, WeightLabel
 
 
-@pytest.mark.parametrize(
-    ("plan", "message"),
-    [
+def test_when_a_server_is_ready_and_whether_it_fits_a_run(tmp_path, model_folder):
+    for plan, message in (
         ({"version": "0.31.2"}, "runs vLLM 0.31.2: install 0.32 or later"),
         ({"served": "Qwen2.5-VL"}, "serves Qwen2.5-VL: start it by vlm-grpo serve"),
         ({"missing": ["/weight_info"]}, "/weight_info: status 404 .*: start it by vlm-grpo serve"),
@@ -33,24 +33,17 @@ from vlm_grpo.serve.server import Server, ServerProcess, WeightLabel
         ({"faults": {"/version": {"*": "400"}}}, "/version: status 400 .*: start it by"),
         ({"faults": {"/v1/models": {"*": "[]"}}}, "/v1/models: .*: start it by"),
         *(({"version": v}, None) for v in ("0.32.0", "0.100.0.dev3+cpu", "1.0", "0.32")),
-    ],
-)
-def test_whether_a_server_fits_a_run(tmp_path, model_folder, plan, message):
-    with run_fake(tmp_path / "fake", model_folder, **plan) as url:
-        server = Server(url, 5)
-        assert server.is_ready()
-        if message is None:
+    ):
+        expected = pytest.raises(UserError, match=message) if message else nullcontext()
+        with run_fake(tmp_path / "fake", model_folder, **plan) as url, expected as caught:
+            server = Server(url, 5)
+            assert server.is_ready()
             server.check()
-            return
-        with pytest.raises(UserError, match=message) as caught:
-            server.check()
-        assert url in str(caught.value)
+        assert caught is None or url in str(caught.value)
 
-
-def test_when_a_server_is_ready(tmp_path, model_folder):
     assert not Server(f"http://127.0.0.1:{get_free_port()}", 5).is_ready()
     faults = {"1": "503", "2": "500", "3": "401"}
-    with run_fake(tmp_path / "fake", model_folder, faults={"/v1/models": faults}) as url:
+    with run_fake(tmp_path / "other", model_folder, faults={"/v1/models": faults}) as url:
         server = Server(url, 5)
         assert [server.is_ready() for _ in range(4)] == [False, False, True, True]
 
@@ -70,6 +63,7 @@ def test_a_weight_label_tells_the_versions_of_its_own_run():
 
 RESUME = ["/reset_encoder_cache", "/reset_prefix_cache", "/update_weight_version", "/resume"]
 FREED = {
+    None: ([], ["/pause?mode=wait"]),  # nothing is freed
     0: (["/pause?mode=wait", "/release_kv_cache_memory"], []),
     1: (["/sleep?level=1&mode=wait"], ["/wake_up?tags=weights"]),
     2: (["/sleep?level=2&mode=wait"], ["/wake_up?tags=weights"]),
@@ -77,9 +71,9 @@ FREED = {
 """For each level the requests that free memory, and those that make room for weights."""
 
 
-@pytest.mark.parametrize("level", [None, *FREED])
+@pytest.mark.parametrize("level", FREED)
 def test_memory_is_freed_and_taken_in_the_order_of_what_comes(level):
-    free, make_room = ([], ["/pause?mode=wait"]) if level is None else FREED[level]
+    free, make_room = FREED[level]
     with run_transfer_server() as fake:
         server = Server(fake.url, 10, sleep_level=level)
         server.version = 4
@@ -101,11 +95,9 @@ def test_memory_is_freed_and_taken_in_the_order_of_what_comes(level):
 def watch_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The watch, which gives servers 0.3 s to end by themselves."""
     program = tmp_path / "parent_watch.py"
-    text = (
-        Path(parent_watch.__file__).read_text().replace("STOP_SECONDS = 10.0", "STOP_SECONDS = 0.3")
-    )
-    assert "STOP_SECONDS = 0.3" in text
-    program.write_text(text)
+    text = Path(parent_watch.__file__).read_text()
+    assert text.count("STOP_SECONDS = 10.0") == 1
+    program.write_text(text.replace("STOP_SECONDS = 10.0", "STOP_SECONDS = 0.3"))
     monkeypatch.setattr(parent_watch, "__file__", str(program))
     return program
 
@@ -162,14 +154,14 @@ def test_the_log_has_every_start(tmp_path, model_folder):
     assert process.describe_log().splitlines()[1:] == expected
 
 
-@pytest.mark.parametrize("name", ["missing/python", "folder", "text"])
-def test_a_python_that_cannot_be_run(tmp_path, name):
+def test_a_python_that_cannot_be_run(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "text").write_text("")  # nobody may execute it
-    process = ServerProcess([str(tmp_path / name)], {}, tmp_path / "log")
-    with pytest.raises(UserError, match=rf"{name}.*rollout\.vllm\.python"):
-        process.start()
-    assert not (tmp_path / "log").exists()
+    for name in ("missing/python", "folder", "text"):
+        process = ServerProcess([str(tmp_path / name)], {}, tmp_path / "log")
+        with pytest.raises(UserError, match=rf"{name}.*rollout\.vllm\.python"):
+            process.start()
+        assert not (tmp_path / "log").exists()
 
 
 def test_a_server_ends_with_the_process_that_started_it(tmp_path, model_folder):
@@ -227,16 +219,16 @@ def test_exit_status_of_the_command(start, tmp_path, command, status):
 
 def test_signals_of_the_terminal_are_ignored(start, tmp_path):
     """The run decides when its server ends; the server itself reacts to signals as always."""
-    process = start(f"{TREE} wait")
+    process, signals = start(f"{TREE} wait"), (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     parent, _ = read_numbers(tmp_path)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in signals:
         process.send_signal(number)
     time.sleep(0.1)
     assert process.poll() is None
     assert is_alive(parent)
     status = Path(f"/proc/{parent}/status").read_text()
     ignored = int(status.partition("SigIgn:")[2].split()[0], 16)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in signals:
         assert not ignored >> (number - 1) & 1, number
     process.stdin.close()
     assert process.wait(30) == 143  # 128 + 15 (SIGTERM)

@@ -1,13 +1,14 @@
 """Weights for servers: in files, and from memory into servers that have vLLM's interface."""
 
-import functools
 import time
 import weakref
 from collections.abc import Iterator
+from functools import cache, partial
 from pathlib import Path
 from threading import Event, Timer
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -32,13 +33,10 @@ from vlm_grpo.training.update import build_updater
 from vlm_grpo.utils.http_json import ServiceError
 
 
-@pytest.fixture(params=[{}, LORA], ids=["full weights", "adapters"])
-def strategy(settings: Any, request: pytest.FixtureRequest) -> Any:
-    build = settings(policy=request.param)
-    return build_updater(load_policy(build), build, Accelerator(cpu=True)).strategy
-
-
-def test_the_last_versions_have_files_of_their_own(strategy, tmp_path, monkeypatch):
+@pytest.mark.parametrize("policy", [{}, LORA], ids=["full weights", "adapters"])
+def test_the_last_versions_have_files_of_their_own(policy, settings, tmp_path, monkeypatch):
+    build = settings(policy=policy)
+    strategy = build_updater(load_policy(build), build, Accelerator(cpu=True)).strategy
     monkeypatch.chdir(tmp_path)  # a server has another folder of its own
     transfer, calls = weights.FileTransfer(strategy, Path("files")), []
     call: Any = lambda path, body: calls.append((path, body))  # noqa: E731
@@ -86,6 +84,8 @@ def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     # On a CPU a handle has the buffer's content.
     monkeypatch.setattr(weights, "PART_BYTES", 1 << 21)
     monkeypatch.setattr(sampler, "POLL_SECONDS", 0.01)
+    # Shards that are gathered by ``full_tensor``.
+    monkeypatch.setattr(weights, "DTensor", SimpleNamespace)
 
 
 def make_transfer(
@@ -95,7 +95,7 @@ def make_transfer(
     return weights.DirectTransfer(strategy, channel, may_load)
 
 
-@functools.cache
+@cache
 def make_strategy(dtype: str = "float32") -> Strategy:
     settings = load_settings("quickstart", [f"policy.dtype={dtype}"])
     return Strategy(load_policy(settings), Accelerator(cpu=True))
@@ -129,7 +129,7 @@ def test_a_server_gets_what_the_files_have(way, dtype, part_bytes, server, tmp_p
     ]
 
 
-def test_a_group_with_nccl_begins_as_vllm_s_workers_do(server):
+def test_a_group_with_nccl_begins_as_vllm_s_workers_do_and_may_fail(server, monkeypatch):
     transfer, target = make_transfer("nccl", server, make_strategy()), Server(server.url, 10)
     transfer.send([target])
     transfer.send([target])
@@ -140,6 +140,9 @@ def test_a_group_with_nccl_begins_as_vllm_s_workers_do(server):
     target.note("it has failed")
     transfer.send([target])
     assert server.calls.count("/init_weight_transfer_engine") == 2
+    target.note("it has failed")
+    monkeypatch.setattr(server.nccl, "all_reduce", Mock(side_effect=RuntimeError("cuda error")))
+    assert "NCCL failed: cuda error" in str(transfer.send([target])[server.url])
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -171,16 +174,6 @@ def test_another_version_of_nccl_is_not_tried(packages, server, tmp_path, monkey
     assert weights.replace_refused(transfer, [Server(server.url, 10)], settings) is transfer
 
 
-def test_an_error_of_nccl_is_a_failure(server, monkeypatch):
-    def fail(*arguments: Any, **named: Any) -> None:
-        raise RuntimeError("unhandled cuda error")
-
-    monkeypatch.setattr(server.nccl, "all_reduce", fail)
-    target = Server(server.url, 10)
-    failures = make_transfer("nccl", server, make_strategy()).send([target])
-    assert "NCCL failed: unhandled cuda error" in str(failures[server.url])
-
-
 def test_a_broadcast_that_is_left_behind_keeps_its_group(server, monkeypatch):
     transfer, target = make_transfer("nccl", server, make_strategy()), Server(server.url, 10)
     channel: Any = transfer.channel
@@ -208,10 +201,6 @@ def test_a_broadcast_that_is_left_behind_keeps_its_group(server, monkeypatch):
     assert groups == [[first], [first]]
 
 
-class Shards(SimpleNamespace):
-    """Shards that are gathered by ``full_tensor``, as those of a ``DTensor``."""
-
-
 class ShardedStrategy:
     """A strategy whose weights must be gathered, and which counts what is gathered at once."""
 
@@ -221,8 +210,8 @@ class ShardedStrategy:
 
     def weights(self) -> dict[str, Any]:
         weights = self.policy.weights()
-        gather = functools.partial
-        return {n: Shards(full_tensor=gather(self._gather, n, w)) for n, w in weights.items()}
+        shards = {n: partial(self._gather, n, w) for n, w in weights.items()}
+        return {n: SimpleNamespace(full_tensor=gather) for n, gather in shards.items()}
 
     def _gather(self, name: str, weight: Tensor) -> Tensor:
         full = weight.detach().clone()
@@ -233,15 +222,9 @@ class ShardedStrategy:
         return full
 
 
-@pytest.fixture
-def sharded(monkeypatch) -> Any:
-    monkeypatch.setattr(weights, "DTensor", Shards)
-    return ShardedStrategy()
-
-
 @pytest.mark.parametrize("way", WAYS)
-def test_sharded_weights_are_gathered_by_all_ranks_layer_by_layer(way, server, sharded):
-    strategy: Any = sharded
+def test_sharded_weights_are_gathered_by_all_ranks_layer_by_layer(way, server):
+    strategy: Any = ShardedStrategy()
     transfer = make_transfer(way, server, strategy)
     own = strategy.policy.weights()
     assert transfer.send([Server(server.url, 10)]) == {}
@@ -262,8 +245,8 @@ def test_shards_of_two_processes_arrive_whole(tmp_path):
     run_ranks(tmp_path / "log", 2, send_weights, tmp_path, "fsdp")
 
 
-def test_a_server_that_lost_its_weights_gets_them_if_nothing_changes_them(server, sharded):
-    target = Server(server.url, 10)
+def test_a_server_that_lost_its_weights_gets_them_if_nothing_changes_them(server):
+    target, sharded = Server(server.url, 10), ShardedStrategy()
     make_transfer("ipc", server, make_strategy()).load(target, 3)
     assert server.calls[-1] == "/finish_weight_update"
     ahead = make_transfer("ipc", server, make_strategy(), may_load=False)

@@ -14,16 +14,12 @@ from accelerate import Accelerator
 from accelerate.utils.other import get_free_port
 from vllm_runs import LORA, make_settings, run_servers
 
-from vlm_grpo.config.run import Settings
+from vlm_grpo import Settings, load_policy
 from vlm_grpo.dist.strategy import Strategy
-from vlm_grpo.model.policy import load_policy
 from vlm_grpo.serve.launch import build_command, build_environment, build_program
 from vlm_grpo.serve.sampler import VllmSampler
 from vlm_grpo.serve.server import ServerProcess
 from vlm_grpo.training.update import build_updater
-
-SHORT = ("--enforce-eager", "--max-model-len=1024")
-"""Arguments that let a server start sooner."""
 
 
 @pytest.fixture(scope="session")
@@ -46,7 +42,8 @@ def server_processes(
     for _ in range(2):
         port = get_free_port()
         command = build_command(settings, ("127.0.0.1", port), on_gpu=False)
-        commands[port] = [*build_program(vllm_python), *command, *SHORT]
+        short = ("--enforce-eager", "--max-model-len=1024")  # starts sooner
+        commands[port] = [*build_program(vllm_python), *command, *short]
     environment = build_environment(settings, torch.device("cpu"))
     with run_servers(commands, environment, folder) as found:
         yield found

@@ -13,7 +13,6 @@ from video_files import make_video
 from vllm_runs import find_difference, make_settings, sample
 
 from vlm_grpo.config.data import VideoSettings
-from vlm_grpo.config.run import Settings
 from vlm_grpo.data.images import Clip, MediaReader
 from vlm_grpo.model.engine.sampling import SamplingSettings
 from vlm_grpo.model.policy import load_policy
@@ -32,18 +31,14 @@ EXAMPLES = [*clip_examples(), noise_example("image", [(60, 90)], "Hello there")]
 
 
 @pytest.fixture(scope="module")
-def settings(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Settings:
-    """Settings of a run that starts a server of its own."""
+def sampler(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmSampler]:
+    """The sampler of a run that starts a server of its own."""
     folder = tmp_path_factory.mktemp("qwen3")
     for part in build_qwen3("qwen3_vl", TEXT, deepstack_visual_indexes=[0, 1])():
         part.save_pretrained(folder / "model")
     own = "rollout.vllm.arguments=['--enforce-eager','--max-model-len=1024']"
     program = f"rollout.vllm.python={vllm_python}"
-    return make_settings(folder, [], f"model={folder / 'model'}", program, own)
-
-
-@pytest.fixture(scope="module")
-def sampler(settings: Settings) -> Iterator[VllmSampler]:
+    settings = make_settings(folder, [], f"model={folder / 'model'}", program, own)
     strategy = build_updater(load_policy(settings), settings, Accelerator(cpu=True)).strategy
     sampler = VllmSampler(strategy, settings)
     yield sampler

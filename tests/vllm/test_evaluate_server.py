@@ -12,15 +12,10 @@ from accelerate.utils.other import get_free_port
 from tiny_models import noise_example
 from vllm_runs import run_servers
 
-from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.errors import UserError
-from vlm_grpo.eval.evaluate import evaluate
+from vlm_grpo import UserError, evaluate, load_settings
 from vlm_grpo.model.loading import get_model_source, load_prompt_builder
 from vlm_grpo.serve.chat import ChatClient, Endpoint, build_messages
 from vlm_grpo.task import PlainQuestion
-
-GENERATION_DEFAULTS = {"repetition_penalty": 1.3, "top_k": 3, "top_p": 0.5, "temperature": 0.9}
-"""Generation settings such as models bring; vLLM applies those that a request does not set."""
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +25,9 @@ def served_url(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     model = folder / "model"
     shutil.copytree(get_model_source("embedded"), model)
     path = model / "generation_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | GENERATION_DEFAULTS))
+    # Settings such as models bring; vLLM applies those that a request does not set.
+    given = {"repetition_penalty": 1.3, "top_k": 3, "top_p": 0.5, "temperature": 0.9}
+    path.write_text(json.dumps(json.loads(path.read_text()) | given))
     port = get_free_port()
     command = [
         *(str(vllm_python.with_name("vllm")), "serve", str(model), "--dtype", "float32"),

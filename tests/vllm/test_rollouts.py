@@ -11,12 +11,11 @@ from small_runs import read_metrics
 from tiny_models import make_prompt, noise_example, sampled_logprobs
 from vllm_runs import LORA, find_difference, make_settings, sample
 
-from vlm_grpo.errors import UserError
+from vlm_grpo import UserError, train
 from vlm_grpo.model.engine.sampling import SamplingSettings, build_sampling_settings
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.serve import server as server_module
 from vlm_grpo.serve.server import Server
-from vlm_grpo.training.trainer import train
 from vlm_grpo.types import Prompt
 
 
