@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import crash
-import forked
 import pytest
 import torch
 from commands import write_jsonl
@@ -206,9 +205,6 @@ def test_the_tensors_of_a_run_do_not_grow(settings):
 
 @pytest.mark.slow
 def test_a_killed_run_equals_an_uninterrupted_one(tmp_path):
-    output = tmp_path / "output"
-    process = forked.start(output, crash.main, ["--kills", "2", "--seed", "1"])
-    process.join(500)
-    assert process.exitcode == 0, output.read_text()
-    assert "2 kills of a run of 6 steps" in output.read_text()
-    assert "the same weights, metrics and samples" in output.read_text()
+    said = crash.crash(tmp_path, count=2, seed=1)
+    assert "2 kills of a run of 6 steps" in said
+    assert "the same weights, metrics and samples" in said

@@ -6,8 +6,8 @@ import json
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,7 +82,5 @@ def get_images(body: Any) -> list[Image.Image]:
     return [Image.open(io.BytesIO(content)) for content in data]
 
 
-@contextmanager
-def serve(model: ChatModel) -> Iterator[JudgeServer]:
-    with run_judge(model.respond) as server:
-        yield server
+def serve(model: ChatModel) -> AbstractContextManager[JudgeServer]:
+    return run_judge(model.respond)

@@ -47,8 +47,8 @@ def run_python(*arguments: object, folder: Path | None = None) -> str:
     return done.stdout
 
 
-def write_jsonl(path: Path, *rows: dict[str, Any] | str) -> Path:
-    """Write one line per row: a dict as JSON, a string as it is."""
-    lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
-    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+def write_jsonl(path: Path, *rows: dict[str, Any] | str | bytes) -> Path:
+    """Write one line per row: a dict as JSON, a string or bytes as they are."""
+    lines = (row if isinstance(row, str | bytes) else json.dumps(row) for row in rows)
+    path.write_bytes(b"".join((x.encode() if isinstance(x, str) else x) + b"\n" for x in lines))
     return path

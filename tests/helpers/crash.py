@@ -8,22 +8,21 @@ must equal those of the uninterrupted run bit for bit, and ``metrics.jsonl`` mus
 once.
 """
 
-import argparse
 import contextlib
 import os
 import random
 import signal
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 # Read when torch is imported: a fork must not inherit threads.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import typer
+from forked import start
 from small_runs import assert_same_run, read_metrics
 
 from vlm_grpo import Settings, load_settings, train
@@ -31,13 +30,6 @@ from vlm_grpo.model.resolve import list_checkpoints
 
 STEPS_PER_KILL = 3
 """Steps of the run per kill, so that it does not end before the last of them."""
-
-
-@dataclass
-class Kills:
-    writing: int = 0  # kills that left an incomplete checkpoint
-    anywhere: int = 0  # other kills
-    redone: list[int] = field(default_factory=list)  # steps that each kill lost
 
 
 def make_settings(folder: Path, name: str, steps: int, *more: str) -> Settings:
@@ -53,22 +45,6 @@ def make_settings(folder: Path, name: str, steps: int, *more: str) -> Settings:
     return load_settings("counting", [f"name={name}", f"output_dir={folder}", *fixed, *more])
 
 
-def start(settings: Settings, log: Path) -> int:
-    """Train in a forked process and return its id."""
-    process = os.fork()
-    if process:
-        return process
-    status = 1
-    try:
-        with log.open("a") as file:
-            os.dup2(file.fileno(), sys.stdout.fileno())
-            os.dup2(file.fileno(), sys.stderr.fileno())
-        train(settings)
-        status = 0
-    finally:
-        os._exit(status)
-
-
 def list_incomplete(run: Settings) -> set[tuple[str, int]]:
     """Return the incomplete checkpoints with the time of their last change."""
     found = set()
@@ -79,7 +55,7 @@ def list_incomplete(run: Settings) -> set[tuple[str, int]]:
 
 
 def wait_for_checkpoint(
-    run: Settings, process: int, count: int, stale: set[tuple[str, int]]
+    run: Settings, process: BaseProcess, count: int, stale: set[tuple[str, int]]
 ) -> None:
     """Wait until the process has started to write its ``count``-th checkpoint.
 
@@ -88,70 +64,67 @@ def wait_for_checkpoint(
     started: set[str] = set()
     while len(started) < count:
         started |= {name for name, _ in list_incomplete(run) - stale}
-        if os.waitpid(process, os.WNOHANG)[0]:
+        if not process.is_alive():
             raise SystemExit("the run ended before the last kill: raise STEPS_PER_KILL")
         time.sleep(0.001)  # a checkpoint takes far longer; the run needs the processor
 
 
-def count_steps(run: Settings) -> int:
-    path = run.run_dir / "metrics.jsonl"
-    return len(path.read_text().splitlines()) if path.is_file() else 0
+def kill_once(folder: Path, steps: int, rng: random.Random, seconds: float | None) -> list[int]:
+    """Kill the run within a number of seconds, or (None) while it writes a checkpoint.
 
-
-def kill_once(folder: Path, steps: int, rng: random.Random, seconds: float, kills: Kills) -> None:
+    Return how many incomplete checkpoints that left, and how many steps it lost.
+    """
     run = make_settings(folder, "broken", steps, "resume=true")
     stale = list_incomplete(run)
-    process = start(run, folder / "broken.log")
-    if kills.writing <= kills.anywhere:
+    process = start(log := folder / "broken.log", train, run)
+    if seconds is None:
         wait_for_checkpoint(run, process, rng.randint(1, 3), stale)
-        time.sleep(rng.uniform(0, 0.05))
-    else:
-        # In the first half, since the machine may be quicker now than when it was measured.
-        time.sleep(rng.uniform(0, seconds / 2))
-    os.kill(process, signal.SIGKILL)
-    status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-    if status != -signal.SIGKILL:
-        raise SystemExit(f"the run ended by itself ({status}), see {folder / 'broken.log'}")
-    if list_incomplete(run) - stale:
-        kills.writing += 1
-    else:
-        kills.anywhere += 1
+    time.sleep(rng.uniform(0, seconds or 0.05))
+    process.kill()
+    process.join()
+    if process.exitcode != -signal.SIGKILL:
+        raise SystemExit(f"the run ended by itself ({process.exitcode}), see {log}")
+    metrics = run.run_dir / "metrics.jsonl"
+    done = len(metrics.read_text().splitlines()) if metrics.is_file() else 0
     saved = [step for step, _ in list_checkpoints(run.run_dir / "checkpoints")]
-    kills.redone.append(count_steps(run) - max(saved, default=0))
+    return [len(list_incomplete(run) - stale), done - max(saved, default=0)]
 
 
 def crash(folder: Path, count: int, seed: int) -> str:
     """Kill a run ``count`` times, compare it with an uninterrupted one, and return a summary."""
-    steps, rng, kills = STEPS_PER_KILL * count, random.Random(seed), Kills()
-    uninterrupted = make_settings(folder, "uninterrupted", steps)
-    started = time.monotonic()
-    process = start(uninterrupted, log := folder / "uninterrupted.log")
-    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0, log
-    # A random kill comes between the start of a process and about its third step.
-    seconds = 1.0 + 3 * (time.monotonic() - started) / steps
-    while kills.writing + kills.anywhere < count:
-        kill_once(folder, steps, rng, seconds, kills)
-    last = make_settings(folder, "broken", steps, "resume=true")
-    process = start(last, folder / "broken.log")
-    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0, folder / "broken.log"
-    rows = read_metrics(last.run_dir)
-    assert [row["step"] for row in rows] == list(range(steps))
+    steps, rng, started = STEPS_PER_KILL * count, random.Random(seed), time.monotonic()
+
+    def finish(name: str, *more: str) -> Settings:
+        run = make_settings(folder, name, steps, *more)
+        process = start(log := folder / f"{name}.log", train, run)
+        process.join()
+        assert process.exitcode == 0, log
+        return run
+
+    uninterrupted = finish("uninterrupted")
+    # A random kill comes between the start of a process and about its third step, and in the first
+    # half of this time, since the machine may be quicker now than when it was measured.
+    seconds = (1.0 + 3 * (time.monotonic() - started) / steps) / 2
+    kills = list[list[int]]()
+    while len(kills) < count:
+        writing = sum(left > 0 for left, _ in kills)
+        kills.append(kill_once(folder, steps, rng, None if 2 * writing <= len(kills) else seconds))
+    last = finish("broken", "resume=true")
+    assert [row["step"] for row in read_metrics(last.run_dir)] == list(range(steps))
     assert_same_run(uninterrupted.run_dir, last.run_dir, f"step-{steps}")
+    redone = [steps for _, steps in kills]
     return (
-        f"{count} kills of a run of {steps} steps (seed {seed}), {kills.writing} of them while a "
-        f"checkpoint was being written: the same weights, metrics and samples; each kill repeated "
-        f"{sum(kills.redone) / count:.1f} steps on average, at most {max(kills.redone)}"
+        f"{count} kills of a run of {steps} steps (seed {seed}), {sum(n > 0 for n, _ in kills)} of "
+        "them while a checkpoint was being written: the same weights, metrics and samples; each "
+        f"kill repeated {sum(redone) / count:.1f} steps on average, at most {max(redone)}"
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
+def main(kills: int = 50, seed: int = 0) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        print(crash(Path(folder), options.kills, options.seed))
+        print(crash(Path(folder), kills, seed))
 
 
 if __name__ == "__main__":
-    main()
+    del __file__  # or every process would run this file again
+    typer.run(main)

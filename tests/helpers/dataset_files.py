@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from commands import write_jsonl
 from PIL import Image
 
 from vlm_grpo.config.data import DataSettings
@@ -56,7 +57,7 @@ def write_files(root: Path, files: Mapping[str, Any]) -> Path:
         elif isinstance(content, str):
             path.write_text(content, encoding="utf-8")
         elif path.suffix == ".jsonl":
-            path.write_text("".join(json.dumps(row) + "\n" for row in content))
+            write_jsonl(path, *content)
         else:
             path.write_text(json.dumps(content))
     return root
@@ -77,10 +78,7 @@ def make_row(**changes: Any) -> dict[str, Any]:
 
 def write_rows(folder: Path, *rows: dict[str, Any] | str | bytes) -> str:
     """Write rows, or raw lines, to ``rows.jsonl`` and return its path."""
-    lines = [row if isinstance(row, (str, bytes)) else json.dumps(row) for row in rows]
-    path = folder / "rows.jsonl"
-    path.write_bytes(b"".join((x.encode() if isinstance(x, str) else x) + b"\n" for x in lines))
-    return str(path)
+    return str(write_jsonl(folder / "rows.jsonl", *rows))
 
 
 def load(

@@ -34,6 +34,12 @@ GATED_DELTA = {
 }
 WINDOWS = {"sliding_window": 16, "rope_parameters": None, "head_dim": 8}
 MIXED = ["sliding_attention", "full_attention"]
+GEMMA3 = {**WINDOWS, "layer_types": MIXED[:1] * 3 + MIXED[1:], "query_pre_attn_scalar": 8}
+DYNAMIC = {**ROPE, "rope_type": "dynamic", "factor": 1.0, "alpha": 1000.0}
+ERNIE = {
+    "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": [16, 16],
+    "moe_num_shared_experts": 1, "rope_parameters": {**MROPE, "mrope_section": [1, 1, 2]},
+}  # fmt: skip
 ALTERNATING = {**WINDOWS, "layer_types": MIXED * 2}
 PATCHES = {"patch_size": 16, "num_position_embeddings": 64}
 SIGLIP = {"vision_config": {"model_type": "siglip_vision_model"}}
@@ -236,15 +242,7 @@ BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
     ),
     "mistral3": _model("mistral3", MISTRAL, spatial_merge_size=2, **IN_PIXTRAL),
     "gemma3": _model(
-        "gemma3",
-        {
-            **WINDOWS,
-            "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
-            "query_pre_attn_scalar": 8,
-        },
-        {"image": "<image_soft_token>"},
-        mm_tokens_per_image=4,
-        **SIGLIP,
+        "gemma3", GEMMA3, {"image": "<image_soft_token>"}, mm_tokens_per_image=4, **SIGLIP
     ),
     "gemma4": _gemma4(use_bidirectional_attention="vision"),
     "gemma4_causal": _gemma4(),
@@ -289,11 +287,7 @@ BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "gemma3n": _build_gemma3n,
     "hunyuan_vl": _model(
         "hunyuan_vl",
-        {
-            "head_dim": 8,
-            "rope_parameters": ROPE
-            | {"rope_type": "dynamic", "factor": 1.0, "alpha": 1000.0, "mrope_section": [1] * 4},
-        },
+        {"head_dim": 8, "rope_parameters": DYNAMIC | {"mrope_section": [1] * 4}},
         {"im_start_id": "<img_start>", "im_end_id": "<img_end>"},
         vision_config={"patch_size": 16, "text_hidden_size": 32, "max_image_size": 128},
     ),
@@ -337,16 +331,7 @@ BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
         vision_config={**PATCHES, "deepstack_visual_indexes": [0, 1]},
         audio_config=AUDIO | {"downsample_hidden_size": 8},
     ),
-    "ernie4_5_vl_moe": _model(
-        "ernie4_5_vl_moe",
-        {
-            "moe_num_experts": 4,
-            "moe_k": 2,
-            "moe_intermediate_size": [16, 16],
-            "moe_num_shared_experts": 1,
-            "rope_parameters": {**MROPE, "mrope_section": [1, 1, 2]},
-        },
-    ),
+    "ernie4_5_vl_moe": _model("ernie4_5_vl_moe", ERNIE),
 }
 """Builders of a model and its processor, by names of families."""
 ALIKE = ("qwen4_exp", *[*BUILDERS][[*BUILDERS].index("lfm3_vl") :])

@@ -43,17 +43,11 @@ def build_policy(name: str, values: dict[str, Any], **depths: int) -> tuple[Poli
     dtype = torch.bfloat16 if values.get("lora") and values["dtype"] == "bfloat16" else None
     if settings.master_weights == "bfloat16":
         dtype = torch.bfloat16
-    model, processor = tiny_model(name, dtype or torch.float32, layers=3)
-    language, vision = model.model.language_model, model.model.visual
-    if "text" in depths:
-        language.layers = language.layers[: depths["text"]]
-        model.config.text_config.num_hidden_layers = depths["text"]
-    if "vision" in depths:
-        vision.blocks = vision.blocks[: depths["vision"]]
-        model.config.vision_config.depth = depths["vision"]
-        if hasattr(vision, "fullatt_block_indexes"):
-            vision.fullatt_block_indexes = [0]
-            model.config.vision_config.fullatt_block_indexes = [0]
+    own: Any = (
+        {"depth": depths["vision"], "fullatt_block_indexes": [0]} if "vision" in depths else {}
+    )
+    layers = depths.get("text", 3)
+    model, processor = tiny_model(name, dtype or torch.float32, layers=layers, **own)
     model_family = load_family(model.config)
     adapters = apply_lora_or_freeze(model, settings)
     use_shared_attention(model_family, model)

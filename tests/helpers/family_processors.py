@@ -13,6 +13,9 @@ TILES = [[28, 28], [28, 56], [56, 28], [56, 56]]
 TILES_56 = [[2 * side for side in sides] for sides in TILES]
 TILE_MARKS = {"boi_token": "<|START_OF_IMG|>", "eoi_token": "<|END_OF_IMG|>"}
 TILE_MARKS |= {"image_token": "<|IMG_PATCH|>", "img_line_break_token": "<|IMG_LINE_BREAK|>"}
+INTERNVL = {"start_image_token": "<img>", "end_image_token": "</img>"}
+INTERNVL |= {"context_image_token": "<IMG_CONTEXT>", "video_token": "<video>"}
+HUNYUAN = {"image_token": "<img>"} | {f"image_{e}_token": f"<img_{e}>" for e in ("start", "end")}
 GEMMA = ("<start_of_image>", "<end_of_image>", "<image_soft_token>")
 GEMMA4 = ("<|image>", "<image|>", "<|image|>", "<|audio>", "<audio|>", "<|audio|>")
 MOLMO2 = [f"<{n}>" for n in ("im_patch", "im_col", "im_start", "low_res_im_start", "im_end")]
@@ -44,6 +47,11 @@ def _set(target: Any, **values: Any) -> Any:
     for name, value in values.items():
         setattr(target, name, value)
     return target
+
+
+def _qwen3(kind: Any) -> Any:
+    images = hf.Qwen2VLImageProcessor(size=_pixels(32), patch_size=16)
+    return kind(images, tiny_tokenizer(), hf.Qwen3VLVideoProcessor(**NORMALIZATION))
 
 
 def _glm_processor(prefix: str) -> Any:
@@ -114,11 +122,7 @@ def _omni(edge: int) -> Any:
 
 
 PROCESSORS: dict[str, Callable[[], Any]] = {
-    "qwen3": lambda: hf.Qwen3VLProcessor(
-        image_processor=hf.Qwen2VLImageProcessor(size=_pixels(32), patch_size=16),
-        tokenizer=tiny_tokenizer(),
-        video_processor=hf.Qwen3VLVideoProcessor(**NORMALIZATION),
-    ),
+    "qwen3": lambda: _qwen3(hf.Qwen3VLProcessor),
     "glm4v": lambda: _glm_processor("Glm4v"),
     "glm46v": lambda: _glm_processor("Glm46V"),
     "paddleocr_vl": lambda: hf.PaddleOCRVLProcessor(
@@ -127,13 +131,7 @@ PROCESSORS: dict[str, Callable[[], Any]] = {
     ),
     "internvl": lambda: hf.InternVLProcessor(
         hf.GotOcr2ImageProcessor(size=SQUARE, max_patches=4),
-        tiny_tokenizer(
-            *("<ref>", "</ref>", "<box>", "</box>"),
-            start_image_token="<img>",
-            end_image_token="</img>",
-            context_image_token="<IMG_CONTEXT>",
-            video_token="<video>",
-        ),
+        tiny_tokenizer("<ref>", "</ref>", "<box>", "</box>", **INTERNVL),
         hf.InternVLVideoProcessor(),
         image_seq_length=1,
     ),
@@ -202,11 +200,7 @@ PROCESSORS: dict[str, Callable[[], Any]] = {
         img_size=28,
         downsample_factor=2,
     ),
-    "lfm3_vl": lambda: hf.Lfm3VlProcessor(
-        hf.Qwen2VLImageProcessor(size=_pixels(32), patch_size=16),
-        tiny_tokenizer(),
-        hf.Qwen3VLVideoProcessor(**NORMALIZATION),
-    ),
+    "lfm3_vl": lambda: _qwen3(hf.Lfm3VlProcessor),
     "minicpmv4_6": lambda: _minicpm(hf.MiniCPMV4_6Processor),
     "minicpmv4_7": lambda: _minicpm(hf.MiniCPMV4_7Processor),
     "molmo2": lambda: hf.Molmo2Processor(
@@ -221,10 +215,7 @@ PROCESSORS: dict[str, Callable[[], Any]] = {
         image_seq_length=4,
     ),
     "hunyuan_vl": lambda: hf.HunYuanVLProcessor(
-        hf.HunYuanVLImageProcessor(size=_pixels(32)),
-        tiny_tokenizer(
-            image_token="<img>", image_start_token="<img_start>", image_end_token="<img_end>"
-        ),
+        hf.HunYuanVLImageProcessor(size=_pixels(32)), tiny_tokenizer(**HUNYUAN)
     ),
     "lighton_ocr": lambda: hf.LightOnOcrProcessor(
         hf.PixtralImageProcessor(size={"longest_edge": 84}, patch_size=_square(28)),

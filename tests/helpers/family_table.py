@@ -3,8 +3,11 @@
 Run ``python tests/helpers/family_table.py`` to print them.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import transformers as hf
@@ -18,52 +21,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from vlm_grpo.model.families.known import load_family
 from vlm_grpo.task.coordinates import FRAMES
 
-TITLES = {
-    "qwen2_vl": "Qwen2-VL",
-    "qwen2_5_vl": "Qwen2.5-VL",
-    "qwen3_vl": "Qwen3-VL",
-    "qwen3_vl_moe": "Qwen3-VL, mixture of experts",
-    "qwen3_5": "Qwen3.5 and later of this type",
-    "qwen3_5_moe": "Qwen3.5, mixture of experts",
-    "internvl": "InternVL 2.5 to 3.5",
-    "glm4v": "GLM-4.1V",
-    "glm4v_moe": "GLM-4.5V",
-    "glm46v": "GLM-4.6V",
-    "glm_ocr": "GLM-OCR",
-    "paddleocr_vl": "PaddleOCR-VL",
-    "gemma3": "Gemma 3",
-    "gemma4": "Gemma 4",
-    "paligemma": "PaliGemma",
-    "llava": "LLaVA 1.5",
-    "llava_next": "LLaVA-NeXT",
-    "llava_onevision": "LLaVA-OneVision",
-    "mistral3": "Mistral Small 3.1 and later",
-    "idefics3": "Idefics3",
-    "smolvlm": "SmolVLM, SmolVLM2",
-    "lfm2_vl": "LFM2-VL, LFM2.5-VL",
-    "ovis2": "Ovis2",
-    "cohere2_vision": "Command A Vision",
-    "aya_vision": "Aya Vision",
-    "lfm3_vl": "LFM3-VL",
-    "minicpmv4_6": "MiniCPM-V 4.6",
-    "minicpmv4_7": "MiniCPM-V 4.7",
-    "molmo2": "Molmo 2",
-    "gemma3n": "Gemma 3n",
-    "hunyuan_vl": "HunyuanOCR",
-    "lighton_ocr": "LightOnOCR",
-    "deepseek_ocr2": "DeepSeek-OCR-2",
-    "granite4_vision": "Granite 4 Vision",
-    "granite_docling": "Granite Docling",
-    "qwen2_5_omni_thinker": "Qwen2.5-Omni (thinker)",
-    "qwen3_omni_moe_thinker": "Qwen3-Omni (thinker)",
-    "ernie4_5_vl_moe": "Ernie 4.5 VL",
-    "qwen4_exp": "Qwen4-Exp",
-}
-"""Names of the models by model type, in the order of the table."""
+GUIDE = (Path(__file__).parents[2] / "docs/families.md").read_text("utf-8")
+TITLES = {name: title for title, name in re.findall(r"^\| (.+?) \| `(\w+)` \| `", GUIDE, re.M)}
+"""Names of models by model type, in the order of the guide's table, to which new ones are added."""
 TYPES = sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 COLUMNS = ("models", "model type", "a box", "pixel budget", "source of the frame")
-
-
 VARIANTS = {
     "pixtral": "Pixtral",
     "fast_vlm": "FastVLM",
@@ -74,8 +36,6 @@ VARIANTS = {
 }
 """Names of compared models that have the type of another one, or no facts of their own."""
 FORM_COLUMNS = ("model", "prompt", "log-probs", "gradient")
-
-
 # Names that image processors give to what determines the size of an image.
 _SIZE_SETTINGS = (
     *("size", "crop_size", "max_image_size", "image_grid_pinpoints", "tile_size", "max_tiles"),
@@ -99,7 +59,7 @@ def build_table(build: Callable[[str], tuple[Any, Any]] = build_family_model) ->
 
 
 def build_cells(name: str, processor: Any) -> dict[str, str]:
-    config: Any = type("Config", (), {"model_type": name})  # all that selects a family
+    config: Any = SimpleNamespace(model_type=name)  # all that selects a family
     family = load_family(config)
     names = find_size_settings(processor)
     has_budget = family.pixel_budget(processor) is not None

@@ -7,7 +7,6 @@ come from the schema of ``Settings``. Many commands read a damaged file of someb
 odd environment variables. The results are kept in build/fuzz: the same call continues.
 """
 
-import argparse
 import json
 import os
 import random
@@ -442,13 +441,9 @@ def try_command(
     }  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    for name, value in {"seed": 1, "count": 2000, "only": -1}.items():
-        parser.add_argument(f"--{name}", type=int, default=value)
-    options = parser.parse_args()
+def main(seed: int = 1, count: int = 2000, only: int = -1) -> None:
     build = Path("build/fuzz").absolute()
-    template, results = build / "template", build / f"results-{options.seed}.jsonl"
+    template, results = build / "template", build / f"results-{seed}.jsonl"
     SERVER.set_forkserver_preload(IMPORTS)
     if not (build / "complete").exists():
         shutil.rmtree(template, ignore_errors=True)
@@ -456,12 +451,12 @@ def main() -> None:
         (build / "complete").touch()
     results.touch()
     found = [json.loads(line) for line in results.read_text().splitlines()]
-    if options.only >= 0:
-        print(json.dumps(try_command(template, f"{options.seed}-{options.only}"), indent=1))
+    if only >= 0:
+        print(json.dumps(try_command(template, f"{seed}-{only}"), indent=1))
         return
     with results.open("a") as file:
-        for number in range(len(found), options.count):
-            found.append(try_command(template, f"{options.seed}-{number}"))
+        for number in range(len(found), count):
+            found.append(try_command(template, f"{seed}-{number}"))
             file.write(json.dumps(found[-1]) + "\n")
             file.flush()
             if found[-1]["problems"]:
@@ -472,4 +467,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     del __file__  # or every process would run this file again
-    main()
+    typer.run(main)

@@ -43,29 +43,23 @@ def plain_flash_varlen(
     assert query_starts.dtype == key_starts.dtype == torch.int32
     times = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(times, dim=1) for x in (key, value))
-    outputs, sums, lengths = [], [], []
-    assert seqused_k is None or seqused_k.dtype == torch.int32
-    used = None if seqused_k is None else iter(seqused_k.tolist())
-    bounds = zip(*(starts.tolist() for starts in (query_starts, key_starts)), strict=True)
-    (first_query, first_key), *rest = bounds
-    for last_query, last_key in rest:
-        q = query[first_query:last_query]
-        end = last_key
-        if used is not None:  # then a sequence of keys may begin before the last one ends
-            count = next(used)
-            assert 0 < count <= longest_key
-            end = first_key + count
-        k, v = key[first_key:end], value[first_key:end]
+    queries = query.split(query_starts.diff().tolist())
+    # If their numbers are given, a sequence of keys may begin before the last one ends.
+    counts = key_starts.diff() if seqused_k is None else seqused_k
+    assert counts.dtype == torch.int32
+    if seqused_k is None:
+        assert (longest_query, longest_key) == (max(map(len, queries)), counts.max())
+    else:
+        assert 0 < counts.min() <= counts.max() <= longest_key
+    outputs, sums = [], []
+    for q, first, count in zip(queries, key_starts.tolist()[:-1], counts.tolist(), strict=True):
+        k, v = key[first : first + count], value[first : first + count]
         distance = torch.arange(len(k)) - torch.arange(len(k) - len(q), len(k))[:, None]
         hidden = (distance > after) | (distance < -before)
         scores = torch.einsum("qhw,khw->hqk", q, k) * scale
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-        outputs.append(torch.einsum("hqk,khw->qhw", weights, v))
-        sums.append(scores.masked_fill(hidden, -torch.inf).logsumexp(-1))
-        lengths.append((len(q), len(k)))
-        first_query, first_key = last_query, last_key
-    if used is None:
-        assert (longest_query, longest_key) == tuple(map(max, zip(*lengths, strict=True)))
+        scores.masked_fill_(hidden, -torch.inf)
+        outputs.append(torch.einsum("hqk,khw->qhw", scores.softmax(-1), v))
+        sums.append(scores.logsumexp(-1))
     return torch.cat(outputs), torch.cat(sums, dim=1), None, None, None
 
 

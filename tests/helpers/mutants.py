@@ -5,21 +5,18 @@
     python tests/helpers/mutants.py --retry              # again those that survived
     python tests/helpers/mutants.py --list
 
-Mutants are changed operators, constants, conditions, calls and statements in function bodies, a
-fixed share of all that are possible, chosen by a hash of their names; and some written by hand, to
-the wiring between functions (``WRITTEN``). The library and its tests are imported once. Each
-mutant is a fork, in which the function's code is replaced and those tests run that reach the
-changed line, the shortest first, until one fails (killed), or all pass or 20 seconds are spent
-(survived). Which lines a test reaches is recorded once for each state of the files. A mutant that
-exceeds the time limit is killed. Processes that a test starts run the library without the mutant.
+Which changes there are, and which of them run, is said in docs/testing.md; ``WRITTEN`` holds those
+written by hand. The library and its tests are imported once. Each mutant is a fork, in which the
+function's code is replaced and tests run until one fails (killed), or all pass or 20 seconds are
+spent (survived). Which lines a test reaches is recorded once for each state of the files. A mutant
+that exceeds the time limit is killed. Processes that a test starts run the library without it.
 
-Results are kept with a checksum of the function: if that has changed since, its mutants run again.
-After other changes, delete ``build/mutants.jsonl`` to run all.
+Results are kept with a checksum of the function. After other changes than of functions, delete
+``build/mutants.jsonl`` to run all.
 
 Why not cosmic-ray or mutmut: cosmic-ray starts pytest for each mutant, which spends more time on
-importing torch, transformers and TRL than most mutants live. mutmut forks, but replaces each
-function by a wrapper of all its mutated copies, which then meets the import hook that checks tensor
-shapes in tests. Neither runs mutants that a person has written.
+imports than most mutants live. mutmut replaces each function by a wrapper of all its mutated
+copies, which then meets the import hook that checks shapes. Neither runs mutants written by hand.
 """
 
 import argparse
@@ -35,7 +32,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -45,126 +42,95 @@ import coverage
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TARGETS = {
-    "training/update.py": 0.5,
-    "dist/balance.py": 0.3,
-    "training/batch.py": 0.6,
-    "training/rollout.py": 0.3,
-    "training/methods/warm_start.py": 0.4,
-    "training/run_dir.py": 0.2,
-    "training/methods/kl.py": 0.5,
-    "training/objective/advantages.py": 0.2,
-    "training/objective/batch.py": 0.5,
-    "training/objective/kl.py": 0.25,
-    "training/objective/losses.py": 0.25,
-    "model/engine/attention.py": 0.2,
-    "model/engine/batch.py": 0.3,
-    "model/engine/decode_attention.py": 0.08,
-    "model/engine/kv_cache.py": 0.08,
-    "model/engine/linear.py": 0.08,
-    "model/engine/logprobs.py": 0.3,
-    "model/engine/repeated.py": 0.12,
-    "model/engine/sampling.py": 0.2,
-    "model/engine/shared.py": 0.1,
-    "model/engine/slot_scheduler.py": 0.08,
-    "model/engine/vision.py": 0.2,
-    "model/families/family.py": 0.3,
-    "model/sharing_check.py": 0.2,
-    "task/scorer.py": 0.2,
-    "training/checkpoint/manager.py": 0.12,
-    "training/checkpoint/resume.py": 0.12,
-    "training/checkpoint/files.py": 0.08,
-    "dist/optimizer.py": 0.4,
-    "training/schedule.py": 0.4,
-    "dist/strategy.py": 0.7,
-    "utils/chat.py": 0.5,
-    "data/messages.py": 0.3,
-    "config/prompt.py": 0.4,
-    "model/policy.py": 0.2,
-    "model/chat_template.py": 0.1,
-    "model/prompts.py": 0.1,
-    "serve/chat.py": 0.1,
-    "training/trainer.py": 0.12,
+SHARES: dict[float, str] = {
+    0.08: (
+        "model/engine/decode_attention model/engine/kv_cache model/engine/linear "
+        "model/engine/slot_scheduler training/checkpoint/files"
+    ),
+    0.1: "model/chat_template model/engine/shared model/prompts serve/chat",
+    0.12: (
+        "model/engine/repeated training/checkpoint/manager training/checkpoint/resume "
+        "training/trainer"
+    ),
+    0.2: (
+        "model/engine/attention model/engine/sampling model/engine/vision model/policy "
+        "model/sharing_check task/scorer training/objective/advantages training/run_dir"
+    ),
+    0.25: "training/objective/kl training/objective/losses",
+    0.3: (
+        "data/messages dist/balance model/engine/batch model/engine/logprobs "
+        "model/families/family training/rollout"
+    ),
+    0.4: "config/prompt dist/optimizer training/methods/warm_start training/schedule",
+    0.5: "training/methods/kl training/objective/batch training/update utils/chat",
+    0.6: "training/batch",
+    0.7: "dist/strategy",
 }
+TARGETS = {f"{name}.py": share for share, names in SHARES.items() for name in names.split()}
 """The share of each module's mutants to run."""
 OTHERS = ("benchmarks", "data_scripts", "docs", "environments", "media", "tasks", "vllm")
 """Folders of tests that are left out: most of them make no step."""
 
-WRITTEN: list[tuple[str, str, str]] = [
-    ("training/batch.py", '"advantages": self.', '"advantages": -self.'),
-    ("training/update.py", "old if has_ratio else None)", "None)"),
-    ("training/update.py", "if number == 0 and old is not None", "if old is not None"),
-    ("training/update.py", "if skipped < len(norms):", "if True:"),
-    ("training/update.py", "settings.optim.max_grad_norm or math.inf", "math.inf"),
-    ("training/update.py", "self.surrogate, self.methods", "None, self.methods"),
-    ("training/objective/losses.py", ".sigmoid() * 4", ".sigmoid() * 2"),
-    (
-        "training/objective/losses.py",
-        "vespo_k_pos, settings.vespo_k_neg",
-        "vespo_k_neg, settings.vespo_k_pos",
-    ),
-    ("training/objective/losses.py", "inputs.surrogate is vespo_loss", "False"),
-    ("training/objective/losses.py", "policy = kept / completions", "policy = kept / tokens"),
-    (
-        "training/batch.py",
-        "logprobs=scores.logprobs,",
-        "logprobs=torch.cat([torch.cat([part[:-1], part[-1:].detach()]) for part in "
-        'scores.logprobs.split(given["lengths"].tolist())]),',
-    ),
-    ("training/batch.py", "values[index]) if", "values[index.flip(0)]) if"),
-    ("training/batch.py", "entropies=scores.entropies", "entropies=None"),
-    ("training/methods/kl.py", "self.snapshot.move()", "pass"),
-    ("training/methods/kl.py", "done == 0 < rollout.step or", ""),
-    ("training/methods/warm_start.py", "self.run.strategy.optimizer.state.clear()", "pass"),
-    (
-        "training/update.py",
-        "with_entropy, batch.is_written, others)",
-        "with_entropy, False, others)",
-    ),
-    ("training/methods/warm_start.py", ", self.end)\n", ")\n"),
-    ("training/methods/warm_start.py", "(*before, *own, self.end)", "(self.end, *before, *own)"),
-    ("training/update.py", "/ max(totals.active_tokens, 1)}", "/ max(len(lengths), 1)}"),
-    ("training/update.py", "signal = torch.stack(", "torch.stack("),
-    ("training/objective/advantages.py", ".flip(0).cumsum(0).flip(0)", ".cumsum(0)"),
-    ("training/schedule.py", "else rate(step - first)", "else rate(step)"),
-    ("training/schedule.py", "supervised(step) if settings.is_supervised(step) else ", ""),
-    ("training/methods/kl.py", "weights=self.snapshot.in_place()", ""),
-    ("training/methods/kl.py", "self.own.beta * estimate(", "estimate("),
-    ("training/batch.py", '"length" and objective.mask_truncated_completions', "False"),
-    ("training/update.py", "(completions, tokens,", "(completions, int(lengths.sum()),"),
-    ("training/update.py", "[k and p == part for", "[k for"),
-    ("training/update.py", "number % len(batch.mini_batches)", "0"),
-    ("training/update.py", "{name: weight * count for", "{name: weight for"),
-    ("training/update.py", "old = score_slices(self.policy", "_ = score_slices(self.policy"),
-    ("dist/balance.py", "place * mini_batches // len(every)", "place % mini_batches"),
-    ("training/batch.py", "weights.new_tensor([-1.0])", "weights.new_tensor([1.0])"),
-    ("training/batch.py", "rewards @ weights", "rewards.sum(1)"),
-    ("training/methods/kl.py", "and done % every == 0", ""),
-    ("training/methods/kl.py", "done % every == 0", "done == 0"),
-    ("dist/strategy.py", "self.max_norm)", "math.inf)"),
-    ("dist/strategy.py", "if math.isfinite(norm):", "if True:"),
-    ("model/engine/sampling.py", ".div_(self.temperature or 1.0)", ""),
-    (
-        "training/objective/losses.py",
-        "policy = kept / tokens",
-        "policy = torch.ones_like(kept) / tokens",
-    ),
-    ("training/objective/losses.py", "entropy_coef * kept", "entropy_coef * torch.ones_like(kept)"),
-    ("utils/chat.py", "IMAGE * count + turns[first].text", "turns[first].text + IMAGE * count"),
-    ("utils/chat.py", "if found and found != count:", "if found > count:"),
-    ("utils/chat.py", "text = self.opening + text", "pass"),
-    ("data/messages.py", "images[0].count(IMAGE) < count", "False"),
-    ("data/messages.py", "{_BESIDE: iter(others)", "{_BESIDE: iter(others[::-1])"),
-    ("config/prompt.py", 'and not (turns and turns[0].role == "system")', ""),
-    ("config/prompt.py", "(*turns, message)", "(message,)"),
-    ("model/chat_template.py", "is_native=is_open or is_on", "is_native=is_open"),
-    ("model/chat_template.py", "is_open = text.rstrip()", "is_open = text"),
-    ("model/chat_template.py", "**special, **arguments, **given", "**special, **given"),
-    ("model/prompts.py", "thinking_tags=self.thinking_tags)", "thinking_tags=THINK_TAGS)"),
-    ("model/chat_template.py", "for turn in turns:", "for turn in turns[-1:]:"),
-    ("serve/chat.py", 'if turn.role == "user" else turn.text', ""),
-]
-"""Module, text and replacement: signs, constants and data that pass between parts of a step."""
+WRITTEN = """\
+training/batch.py: "advantages": self. → "advantages": -self.
+training/update.py: old if has_ratio else None) → None)
+training/update.py: if number == 0 and old is not None → if old is not None
+training/update.py: if skipped < len(norms): → if True:
+training/update.py: settings.optim.max_grad_norm or math.inf → math.inf
+training/update.py: self.surrogate, self.methods → None, self.methods
+training/objective/losses.py: .sigmoid() * 4 → .sigmoid() * 2
+training/objective/losses.py: vespo_k_pos, settings.vespo_k_neg → vespo_k_neg, settings.vespo_k_pos
+training/objective/losses.py: inputs.surrogate is vespo_loss → False
+training/objective/losses.py: policy = kept / completions → policy = kept / tokens
+training/batch.py: logprobs=scores.logprobs, → logprobs=torch.cat([torch.cat([part[:-1], \
+part[-1:].detach()]) for part in scores.logprobs.split(given["lengths"].tolist())]),
+training/batch.py: values[index]) if → values[index.flip(0)]) if
+training/batch.py: entropies=scores.entropies → entropies=None
+training/methods/kl.py: self.snapshot.move() → pass
+training/methods/kl.py: done == 0 < rollout.step or → nothing
+training/methods/warm_start.py: self.run.strategy.optimizer.state.clear() → pass
+training/update.py: with_entropy, batch.is_written, others) → with_entropy, False, others)
+training/methods/warm_start.py: own, self.end) → own)
+training/methods/warm_start.py: (*before, *own, self.end) → (self.end, *before, *own)
+training/update.py: / max(totals.active_tokens, 1)} → / max(len(lengths), 1)}
+training/update.py: signal = torch.stack( → torch.stack(
+training/objective/advantages.py: .flip(0).cumsum(0).flip(0) → .cumsum(0)
+training/schedule.py: else rate(step - first) → else rate(step)
+training/schedule.py: supervised(step) if settings.is_supervised(step) else  → nothing
+training/methods/kl.py: weights=self.snapshot.in_place() → nothing
+training/methods/kl.py: self.own.beta * estimate( → estimate(
+training/batch.py: "length" and objective.mask_truncated_completions → False
+training/update.py: (completions, tokens, → (completions, int(lengths.sum()),
+training/update.py: [k and p == part for → [k for
+training/update.py: number % len(batch.mini_batches) → 0
+training/update.py: {name: weight * count for → {name: weight for
+training/update.py: old = score_slices(self.policy → _ = score_slices(self.policy
+dist/balance.py: place * mini_batches // len(every) → place % mini_batches
+training/batch.py: weights.new_tensor([-1.0]) → weights.new_tensor([1.0])
+training/batch.py: rewards @ weights → rewards.sum(1)
+training/methods/kl.py: and done % every == 0 → nothing
+training/methods/kl.py: done % every == 0 → done == 0
+dist/strategy.py: self.max_norm) → math.inf)
+dist/strategy.py: if math.isfinite(norm): → if True:
+model/engine/sampling.py: .div_(self.temperature or 1.0) → nothing
+training/objective/losses.py: policy = kept / tokens → policy = torch.ones_like(kept) / tokens
+training/objective/losses.py: entropy_coef * kept → entropy_coef * torch.ones_like(kept)
+utils/chat.py: IMAGE * count + turns[first].text → turns[first].text + IMAGE * count
+utils/chat.py: if found and found != count: → if found > count:
+utils/chat.py: text = self.opening + text → pass
+data/messages.py: images[0].count(IMAGE) < count → False
+data/messages.py: {_BESIDE: iter(others) → {_BESIDE: iter(others[::-1])
+config/prompt.py: and not (turns and turns[0].role == "system") → nothing
+config/prompt.py: (*turns, message) → (message,)
+model/chat_template.py: is_native=is_open or is_on → is_native=is_open
+model/chat_template.py: is_open = text.rstrip() → is_open = text
+model/chat_template.py: **special, **arguments, **given → **special, **given
+model/prompts.py: thinking_tags=self.thinking_tags) → thinking_tags=THINK_TAGS)
+model/chat_template.py: for turn in turns: → for turn in turns[-1:]:
+serve/chat.py: if turn.role == "user" else turn.text → nothing
+"""
+"""Names of mutants: the module, a text and its replacement. Signs, constants and data that pass
+between parts of a step."""
 
 SWAPS: dict[type[ast.AST], str] = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
@@ -192,12 +158,12 @@ class Mutant:
     new: str
 
 
-class Finder(ast.NodeVisitor):
-    def __init__(self, module: str, source: bytes) -> None:
-        self.module, self.source = module, source
-        self.offsets = [*accumulate(map(len, source.splitlines(keepends=True)), initial=0)]
-        self.scope: list[str] = []
+class Finder:
+    def __init__(self, module: str) -> None:
+        self.module, self.source = module, read_source(module)
+        self.offsets = [*accumulate(map(len, self.source.splitlines(keepends=True)), initial=0)]
         self.found: list[Mutant] = []
+        self._visit(ast.parse(self.source), "")
 
     def _span(self, node: Any) -> tuple[int, int]:
         start = self.offsets[node.lineno - 1] + node.col_offset
@@ -207,7 +173,7 @@ class Finder(ast.NodeVisitor):
         start, stop = self._span(node)
         return self.source[start:stop].decode()
 
-    def _add(self, node: Any, new: str) -> None:
+    def _add(self, scope: str, node: Any, new: str) -> None:
         """Replace a node in a function; the mutant's name shows its line, or the node if longer."""
         start, stop = self._span(node)
         first, last = start, stop
@@ -215,110 +181,76 @@ class Finder(ast.NodeVisitor):
             first, last = self.offsets[node.lineno - 1], self.offsets[node.lineno]
         before, after = self.source[first:start].decode(), self.source[stop:last].decode()
         texts = (" ".join(f"{before}{text}{after}".split()) for text in (self._text(node), new))
-        name = f"{self.module} {'.'.join(self.scope)}: {' → '.join(texts)}"
+        name = f"{self.module} {scope}: {' → '.join(texts)}"
         count = sum(known.name.partition(" #")[0] == name for known in self.found)
         name += f" #{count + 1}" if count else ""
         self.found.append(Mutant(self.module, name, start, stop, new))
 
-    def _swap(self, node: Any, left: Any, operator: ast.AST, right: Any) -> None:
+    def _swap(self, scope: str, node: Any, left: Any, operator: ast.AST, right: Any) -> None:
         """Replace the operator between two operands of a node."""
         if type(operator) in SWAPS:
             (first, last), stop, start = self._span(node), self._span(left)[1], self._span(right)[0]
             between = self.source[stop:start].decode()
             middle = between.replace(between.strip("() \n\\"), SWAPS[type(operator)], 1).encode()
-            self._add(node, (self.source[first:stop] + middle + self.source[start:last]).decode())
+            new = self.source[first:stop] + middle + self.source[start:last]
+            self._add(scope, node, new.decode())
 
-    def visit_Module(self, node: ast.Module | ast.ClassDef) -> None:
-        """Only function bodies are mutated."""
-        for child in node.body:
-            if isinstance(child, (ast.ClassDef, ast.FunctionDef)):
-                self.visit(child)
-
-    def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        self.scope.append(node.name)
-        self.visit_Module(node)
-        self.scope.pop()
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        self.scope.append(node.name)
-        for child in node.body:
-            self.visit(child)
-        self.scope.pop()
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        if node.value is not None:
-            self.visit(node.value)
-
-    def visit_Raise(self, node: ast.Raise) -> None:
-        """Messages are not mutated."""
-
-    visit_JoinedStr = visit_Assert = visit_Raise  # type: ignore[assignment]
-
-    def visit_Expr(self, node: ast.Expr) -> None:
-        if isinstance(node.value, ast.Call):
-            root: ast.AST = node.value.func
-            while isinstance(root, ast.Attribute):
-                root = root.value
-            if isinstance(root, ast.Name) and root.id in QUIET:
-                return
-            self._add(node, "pass")
-        self.generic_visit(node)
-
-    def visit_Compare(self, node: ast.Compare) -> None:
-        operands = [node.left, *node.comparators]
-        for left, operator, right in zip(operands, node.ops, operands[1:], strict=False):
-            self._swap(node, left, operator, right)
-        self.generic_visit(node)
-
-    def visit_BinOp(self, node: ast.BinOp) -> None:
-        texts = (ast.List, ast.JoinedStr)  # no operator but + and * would even run
-        if not isinstance(node.left, texts) and not isinstance(node.right, texts):
-            self._swap(node, node.left, node.op, node.right)
-        self.generic_visit(node)
-
-    def visit_BoolOp(self, node: ast.BoolOp) -> None:
-        self._swap(node, node.values[0], node.op, node.values[1])
-        self.generic_visit(node)
-
-    def visit_UnaryOp(self, node: ast.UnaryOp) -> None:
-        if not isinstance(node.operand, ast.Constant):
-            self._add(node, self._text(node.operand))
-        self.generic_visit(node)
-
-    def visit_AugAssign(self, node: ast.AugAssign) -> None:
-        self._add(node, "pass")
-        self.generic_visit(node)
-
-    def visit_Constant(self, node: ast.Constant) -> None:
-        if isinstance(node.value, bool):
-            self._add(node, str(not node.value))
-        elif isinstance(node.value, (int, float)):
-            self._add(node, str(node.value + 1))
-
-    def visit_keyword(self, node: ast.keyword) -> None:
-        if node.arg != "strict":  # a check of the arguments
-            self.generic_visit(node)
-
-    def visit_If(self, node: ast.If | ast.IfExp) -> None:
-        if "cuda" in self._text(node.test):  # not reached by tests without a GPU
-            return
-        if not isinstance(node.test, (ast.Compare, ast.UnaryOp)):  # these are changed themselves
-            self._add(node.test, f"not ({self._text(node.test)})")
-        self.generic_visit(node)
-
-    visit_IfExp = visit_If
-
-    def visit_Call(self, node: ast.Call) -> None:
-        function = node.func
-        name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-        if name in NAMES and (name != "sum" or isinstance(function, ast.Attribute)):
-            start, stop = self._span(function)
-            text = self.source[start:stop].decode().removesuffix(name) + NAMES[name]
-            self._add(function, text)
-        if name in DROPPED_CALLS:
-            kept = function.value if isinstance(function, ast.Attribute) else node.args[0]
-            self._add(node, self._text(kept))
-        self.generic_visit(node)
+    def _visit(self, node: Any, scope: str) -> None:
+        """Add the mutants of a node and of those in it. Only function bodies have any."""
+        add, swap = partial(self._add, scope, node), partial(self._swap, scope, node)
+        inner = [*ast.iter_child_nodes(node)]
+        match node:
+            case ast.Module() | ast.ClassDef():
+                inner = [n for n in node.body if isinstance(n, ast.ClassDef | ast.FunctionDef)]
+            case ast.FunctionDef():
+                inner = node.body
+            case ast.AnnAssign():
+                inner = [node.value] if node.value else []
+            case ast.Raise() | ast.JoinedStr() | ast.Assert() | ast.keyword(arg="strict"):
+                return  # messages, and a check of the arguments
+            case ast.Expr(ast.Call()):
+                if self._text(node).partition(".")[0] in QUIET:
+                    return
+                add("pass")
+            case ast.AugAssign():
+                add("pass")
+            case ast.Compare():
+                operands = [node.left, *node.comparators]
+                for left, operator, right in zip(operands, node.ops, operands[1:], strict=False):
+                    swap(left, operator, right)
+            case (
+                ast.BinOp(ast.List() | ast.JoinedStr())
+                | ast.BinOp(right=ast.List() | ast.JoinedStr())
+            ):
+                pass  # no operator but + and * would even run
+            case ast.BinOp():
+                swap(node.left, node.op, node.right)
+            case ast.BoolOp():
+                swap(node.values[0], node.op, node.values[1])
+            case ast.UnaryOp(operand=ast.Constant()):
+                pass
+            case ast.UnaryOp():
+                add(self._text(node.operand))
+            case ast.Constant(bool() as value):
+                add(str(not value))
+            case ast.Constant(int() | float() as value):
+                add(str(value + 1))
+            case ast.If(test) | ast.IfExp(test):
+                if "cuda" in self._text(test):  # not reached by tests without a GPU
+                    return
+                if not isinstance(test, ast.Compare | ast.UnaryOp):  # these are changed themselves
+                    self._add(scope, test, f"not ({self._text(test)})")
+            case ast.Call(function):
+                owner, text = getattr(function, "value", None), self._text(function)
+                name = text.rpartition(".")[2]
+                if name in NAMES and (name != "sum" or owner):
+                    self._add(scope, function, text.removesuffix(name) + NAMES[name])
+                if name in DROPPED_CALLS:
+                    add(self._text(owner or node.args[0]))
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            scope = f"{scope}.{node.name}".lstrip(".")
+        for child in inner:
+            self._visit(child, scope)
 
 
 @cache
@@ -331,15 +263,12 @@ def find_mutants(only: Sequence[str] = ("",)) -> list[Mutant]:
     """Return the mutants whose name has one of these texts, in the order of their modules."""
     mutants = []
     for module, share in TARGETS.items():
-        source = read_source(module)
-        finder = Finder(module, source)
-        finder.visit(ast.parse(source))
-        mutants += [m for m in finder.found if _place(m.name) < share]
-        for path, old, new in WRITTEN:
-            if path == module:
-                start = source.index(old.encode())  # a ValueError: the text is to be updated
-                name = f"{module}: {old} → {new or 'nothing'}"
-                mutants.append(Mutant(module, name, start, start + len(old.encode()), new))
+        mutants += [m for m in Finder(module).found if _place(m.name) < share]
+    for name in WRITTEN.splitlines():
+        module, change = name.split(": ", 1)
+        old, new = change.replace(" → nothing", " → ").split(" → ")
+        start = read_source(module).index(old.encode())  # a ValueError: the text is to be updated
+        mutants.append(Mutant(module, name, start, start + len(old.encode()), new))
     return [mutant for mutant in mutants if any(text in mutant.name for text in only)]
 
 
@@ -398,7 +327,7 @@ class Runner:
     def __init__(self, mutants: Sequence[Mutant], jobs: int, output: TextIO) -> None:
         self.mutants, self.jobs, self.output = mutants, jobs, output
         self.failed = ""
-        self.checked, self.unfit = set[str](), set[str]()
+        self.fit: dict[str, bool] = {}  # tests that failed with a mutant, and pass without
         self.functions: Functions = {}
         self.reached: dict[str, Any] = {}
 
@@ -462,11 +391,10 @@ class Runner:
     def _run_job(self, items: Sequence[pytest.Item], mutants: Sequence[Mutant]) -> None:
         """Run the mutants one by one, append each result to the file, and exit."""
         for mutant in mutants:
-            chosen = [i for i in self._choose(items, mutant) if i.nodeid not in self.unfit]
-            result = self._run(chosen, mutant)
-            while not self._is_fit(chosen, result["test"]):
-                chosen = [item for item in chosen if item.nodeid not in self.unfit]
-                result = self._run(chosen, mutant)
+            found, test = self._choose(items, mutant), None
+            while test is None or not self._is_fit(items, test):
+                chosen = [item for item in found if self.fit.get(item.nodeid, True)]
+                test = (result := self._run(chosen, mutant))["test"]
             with RESULTS.open("a") as file:
                 file.write(json.dumps(result, ensure_ascii=False) + "\n")
             self._print(f"{result['result']:12} {result['seconds']:6.1f} s  {mutant.name}")
@@ -474,14 +402,12 @@ class Runner:
 
     def _is_fit(self, items: Sequence[pytest.Item], test: str) -> bool:
         """Return whether a test passes without a mutant, too; some need a quiet machine."""
-        for item in items:
-            if item.nodeid == test and test not in self.checked:
-                self.checked.add(test)
-                if self._run([item], None)["test"]:
-                    self.unfit.add(test)
-                    self._print(f"left out, since it fails without a mutant: {test}")
-                    return False
-        return True
+        if test and test not in self.fit:
+            alone = [item for item in items if item.nodeid == test]
+            self.fit[test] = not self._run(alone, None)["test"]
+            if not self.fit[test]:
+                self._print(f"left out, since it fails without a mutant: {test}")
+        return self.fit.get(test, True)
 
     def _run_until_failure(self, items: Sequence[pytest.Item]) -> None:
         for item, following in zip(items, [*items[1:], None], strict=False):

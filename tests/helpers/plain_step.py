@@ -53,7 +53,9 @@ class PlainModel:
             self.teacher = PlainModel(Path(distillation.teacher), alone_settings)
         self.banned = self.processor.tokenizer.convert_tokens_to_ids(list(BANNED))
         self.ends = model.generation_config.eos_token_id
-        self.inputs: dict[Any, Any] = {}  # of the processor, by the text and images of a prompt
+        self.inputs: dict[
+            Any, Any
+        ] = {}  # of the processor, by a prompt's text, its images and their change
         self.rows: tuple[PlainStep | None, list[_Row]] = (None, [])  # of the last step
 
     @torch.no_grad()
@@ -63,16 +65,14 @@ class PlainModel:
             self.trained[name].copy_(value)
 
     def _process(self, prompt: Prompt, change: Callable[[Any, int], Any] | None) -> Any:
-        key = prompt.text, prompt.example.images
-        if change is None and key in self.inputs:
-            return self.inputs[key]
-        images = [image.load() for image in prompt.example.images]
-        if change is not None:
-            images = [change(image, number) for number, image in enumerate(images)]
-        inputs = self.processor(text=[prompt.text], images=images or None, return_tensors="pt")
-        if change is None:
+        key = prompt.text, prompt.example.images, change
+        if key not in self.inputs:
+            images = [image.load() for image in prompt.example.images]
+            if change is not None:
+                images = [change(image, number) for number, image in enumerate(images)]
+            inputs = self.processor(text=[prompt.text], images=images or None, return_tensors="pt")
             self.inputs[key] = inputs
-        return inputs
+        return self.inputs[key]
 
     def score(
         self,

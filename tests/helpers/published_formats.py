@@ -93,14 +93,9 @@ def make_tar(members: Mapping[str, bytes | tarfile.TarInfo]) -> bytes:
 
 _ROW = {"question": "How many cups?", "answer": 1}
 IMAGES = {name: png(*size, shade=90 + size[0]) for name, size in SIZES.items()}
-SAMPLES = {
-    f"{name}{suffix}": content
-    for name in SIZES
-    for suffix, content in (
-        (".png", IMAGES[name]),
-        (".json", json.dumps(_ROW).encode()),
-    )
-}
+SAMPLES: dict[str, bytes] = {}
+for _name, _image in IMAGES.items():
+    SAMPLES |= {f"{_name}.png": _image, f"{_name}.json": json.dumps(_ROW).encode()}
 _FILES = {f"{name}.png": data for name, data in IMAGES.items()}
 _ROWS = [{"file_name": name, **_ROW} for name in _FILES]
 _VOC = {f"Annotations/{name}.xml": voc_xml(name) for name in SIZES}

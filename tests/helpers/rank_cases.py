@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from forked import run_ranks
 from gpu_standins import GpuMemory
@@ -25,7 +26,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from small_environments import Peek
 from small_environments import __file__ as ENVIRONMENTS
-from small_runs import TASK, save_tiny_model
+from small_runs import change_blocks, save_tiny_model, small_run
 from small_shapes import SHAPE
 from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -191,7 +192,6 @@ def prepare(folder: Path) -> None:
     for name in ("without-weights", "broken"):
         shutil.copytree(model, folder / name, ignore=shutil.ignore_patterns("*.safetensors"))
     (folder / "broken" / "model.safetensors").write_bytes(b"no weights")
-    (folder / "letters.py").write_text(TASK)
     random = np.random.default_rng(0)
     rows = []
     for index in range(12):
@@ -207,28 +207,22 @@ def prepare(folder: Path) -> None:
 
 def make_settings(folder: Path, name: str, **changes: Any) -> Settings:
     """Build the settings of a run on the files of ``prepare``; ``changes`` override its blocks."""
+    rows: Any = str(folder / "rows.jsonl")
+    if changes.get("task") == "mixed":
+        own = {"source": rows, "task": str(folder / "letters.py")}
+        options = {"weights": {"letters": 0.5}, "instruction": "Use letters."}
+        half = {**own, "name": "half", "task_options": options, "limit": 5}
+        rows = [{**own, "name": "plain", "weight": 2.0}, half]
     values: dict[str, Any] = {
         "name": name,
-        "task": str(folder / "letters.py"),
-        "model": str(folder / "model"),
-        "output_dir": str(folder / "runs"),
-        "data": {"train": str(folder / "rows.jsonl")},
-        "policy": {"dtype": "float32"},
+        "data": {"train": rows, "train_limit": None},
         # Stop strings make the lengths differ, and with them the types of loss.
-        "rollout": {"num_generations": 4, "max_completion_length": 5, "stop": list("aeiourstln")},
+        "rollout": {"max_completion_length": 5, "stop": list("aeiourstln")},
         # Five prompts are uneven on two and on four ranks; a micro-batch holds one or two groups.
         "optim": {"lr": 1e-5, "prompts_per_step": 5, "max_steps": 6, "max_tokens_per_batch": 100},
         "logging": {"samples_every": 0, "trackers": []},
     }
-    for block, value in changes.items():
-        default = values.get(block)
-        values[block] = {**default, **value} if isinstance(default, dict) else value
-    if values["task"] == "mixed":
-        own = {"source": str(folder / "rows.jsonl"), "task": str(folder / "letters.py")}
-        options = {"weights": {"letters": 0.5}, "instruction": "Use letters."}
-        half = {**own, "name": "half", "task_options": options, "limit": 5}
-        values["data"] = {"train": [{**own, "name": "plain", "weight": 2.0}, half]}
-    return Settings.model_validate(values)
+    return small_run(folder, folder / "model", **change_blocks(values, changes))
 
 
 def make_run_settings(folder: Path, launch: str, **changes: Any) -> Settings:
@@ -284,11 +278,8 @@ def begin_run(folder: Path, launch: str) -> None:
     # Only the last rank receives the signal.
     stop_request = SelfTermination() if _is_last_rank() else StopRequest()
     trainer.StopRequest = lambda *_: stop_request  # type: ignore[assignment, misc]
-    try:
+    with pytest.raises(Stopped):
         train(make_run_settings(folder, launch))
-    except Stopped:
-        return
-    raise AssertionError("the run was not stopped")
 
 
 def resume_run(folder: Path, launch: str) -> list[dict[str, float]]:
@@ -341,13 +332,10 @@ def run_out_of_memory(folder: Path, launch: str) -> list[str]:
         return backward(self, micro, *rest)
 
     Updater._backward = fail_in_second_step  # type: ignore[method-assign] # noqa: SLF001
-    try:
+    with pytest.raises(UserError) as caught:
         train(settings)
-    except UserError as error:
-        rank = "last" if is_last else "first"
-        (folder / f"{launch}.{rank}").write_text(str(error))
-        return [str(error)]
-    raise AssertionError("the run did not fail")
+    (folder / f"{launch}.{'last' if is_last else 'first'}").write_text(str(caught.value))
+    return [str(caught.value)]
 
 
 def read_by_the_first(folder: Path, launch: str) -> list[Any]:

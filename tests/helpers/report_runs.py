@@ -4,13 +4,15 @@ Everything else is real: the tasks, their embedded examples, the scores, and the
 samples and evaluations.
 """
 
-import json
 import math
 import random
 import re
+import statistics
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
+
+from commands import write_jsonl
 
 from vlm_grpo import Settings, Task, load_settings, load_task
 from vlm_grpo.config.data import DataSettings
@@ -43,8 +45,7 @@ def make_run(
     """
     name = f"{task_name}-{seed}"
     changes = {"name": name, "output_dir": folder, "optim.max_steps": steps, "seed": seed}
-    changes["optim.warmup_steps"] = 0
-    changes |= {"model": "embedded"} | dict(overrides or {})
+    changes |= {"optim.warmup_steps": 0, "model": "embedded", **(overrides or {})}
     settings = load_settings(task_name, [f"{key}={value}" for key, value in changes.items()])
     settings.save(settings.run_dir / "config.yaml")
     # With thinking and tags, completions have all the parts that a page distinguishes.
@@ -97,12 +98,11 @@ def load_few_examples(
 
 def make_group(task: Task, example: Example, texts: list[str]) -> Group:
     prompt = Prompt(example, task.prompt(example), (0,), {})
-    stops: Any = ["eos" if text.endswith("</answer>") else "length" for text in texts]
-    completions = tuple(
-        Completion((0,) * len(text), (-0.1,) * len(text), text, stop, (0.5,))
-        for text, stop in zip(texts, stops, strict=True)
-    )
-    return Group(prompt, completions, tuple(task.score(text, example) for text in texts))
+    completions, stops = [], {True: "eos", False: "length"}
+    for text in texts:
+        stop: Any = stops[text.endswith("</answer>")]
+        completions.append(Completion((0,) * len(text), (-0.1,) * len(text), text, stop, (0.5,)))
+    return Group(prompt, (*completions,), tuple(task.score(text, example) for text in texts))
 
 
 def write_completion(task: Task, example: Example, skill: float, generator: random.Random) -> str:
@@ -122,22 +122,21 @@ def write_completion(task: Task, example: Example, skill: float, generator: rand
 
 
 def write_alarms(run: Path, alarms: list[Mapping[str, Any]]) -> None:
-    lines = "".join(json.dumps(alarm) + "\n" for alarm in alarms)
-    (run / "alarms.jsonl").write_text(lines, encoding="utf-8")
+    write_jsonl(run / "alarms.jsonl", *map(dict, alarms))
 
 
 def _compute_advantages(sampled: Group) -> list[float]:
     rewards = [score.total or 0.0 for score in sampled.scores]
-    mean = sum(rewards) / len(rewards)
-    std = (sum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1)) ** 0.5
+    mean, std = statistics.mean(rewards), statistics.stdev(rewards)
     return [(r - mean) / (std + 1e-4) for r in rewards]
 
 
 def _simulate_metrics(groups: list[Group], step: int, generator: random.Random) -> dict[str, float]:
     """Return plausible metrics of the update and of the time per phase."""
-    equal = [len({score.total for score in g.scores}) == 1 for g in groups]
     return {
-        "frac_reward_zero_std": sum(equal) / len(equal),
+        "frac_reward_zero_std": statistics.mean(
+            len({s.total for s in g.scores}) == 1 for g in groups
+        ),
         "kl": 0.001 * step + 0.002 * generator.random(),
         "grad_norm": 0.5 + generator.random(),
         "loss": 1e-3 * generator.gauss(0, 1),

@@ -77,10 +77,13 @@ def small_run(folder: Path, source: Path, **changes: Any) -> Settings:
         "optim": {"lr": 1e-2, "prompts_per_step": 3, "max_steps": 4},
         "logging": {"samples_every": 1},
     }
-    for name, value in changes.items():
-        default = values.get(name)
-        values[name] = {**default, **value} if isinstance(default, dict) else value
-    return Settings.model_validate(values)
+    return Settings.model_validate(change_blocks(values, changes))
+
+
+def change_blocks(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Return settings with other values in their blocks, and others in place of single ones."""
+    blocks = {name: value for name, value in values.items() if isinstance(value, dict)}
+    return values | {name: blocks[name] | x if name in blocks else x for name, x in changes.items()}
 
 
 def make_trainer(settings: Settings) -> Trainer:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from recorded import record_calls
 
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.model.policy import Policy
@@ -12,13 +13,11 @@ from vlm_grpo.types import Group, Prompt
 
 def capture_step(trainer: Trainer) -> tuple[dict[str, float], Rollout, StepBatch]:
     """Run one step and return its metrics, rollout and batch."""
-    rollouts, batches = list[Rollout](), list[StepBatch]()
-    score, update = trainer.updater.score, trainer.updater.update
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer.updater, "score", lambda r: rollouts.append(r) or score(r))
-        patch.setattr(trainer.updater, "update", lambda b: batches.append(b) or update(b))
+        calls = [record_calls(patch, trainer.updater, name) for name in ("score", "update")]
         metrics = trainer.step()
-    return metrics, rollouts[0], batches[0]
+    scored, updated = (own[0].arguments[0] for own in calls)
+    return metrics, scored, updated
 
 
 def assert_sampled_behind(policy: Policy, group: Group, other: Prompt) -> None:

@@ -83,21 +83,21 @@ VISION: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def tiny_model(
-    family: str, dtype: torch.dtype = torch.float32, seed: int = 0, layers: int = 2
+    family: str, dtype: torch.dtype = torch.float32, seed: int = 0, layers: int = 2, **own: Any
 ) -> tuple[Any, Any]:
+    """Build a model and its processor; ``own`` are settings of the vision tower."""
     tokenizer, (prefix, vision), third = tiny_tokenizer(), VISION[family], family == "qwen3_vl"
     edge = 32 if third else 28  # of an image token in pixels
     pixels = {"shortest_edge": edge**2, "longest_edge": 64 * edge**2}
     if family != "qwen2_vl":
         vision = {"intermediate_size": 48, "out_hidden_size": 64, **vision}
+    head = {"head_dim": 16} if third else {}
     tokens = {f"{name}_token_id": f"<|{name}_pad|>" for name in ("image", "video")}
     tokens |= {f"vision_{side}_token_id": f"<|vision_{side}|>" for side in ("start", "end")}
     torch.manual_seed(seed)
     config = getattr(hf, f"{prefix}Config")(
-        text_config=text_config(
-            tokenizer, num_hidden_layers=layers, **({"head_dim": 16} if third else {})
-        ),
-        vision_config={"num_heads": 2, **vision},
+        text_config=text_config(tokenizer, num_hidden_layers=layers, **head),
+        vision_config={"num_heads": 2, **vision, **own},
         tie_word_embeddings=False,
         **{name: tokenizer.convert_tokens_to_ids(token) for name, token in tokens.items()},
     )

@@ -139,20 +139,16 @@ def measure_work(precision: str) -> dict[str, Counts]:
         rollout = load_settings("counting", [length, f"rollout.min_new_tokens={tokens}"]).rollout
         sampling = build_sampling_settings(policy.distribution, rollout)
         policy.sample([prompt], sampling, 4, [(0,)], 4096)  # libraries prepare themselves
-        with count_work() as found[f"rollout of {tokens} tokens"]:
+        with count_work() as counts, count_memory(counts):
             policy.sample([prompt], sampling, 4, [(0,)], 4096)
-        with count_memory(found[f"rollout of {tokens} tokens"]):
-            policy.sample([prompt], sampling, 4, [(0,)], 4096)
+        found[f"rollout of {tokens} tokens"] = counts
     short, long = (found[f"rollout of {tokens} tokens"] for tokens in (8, 16))
     found["8 decode steps"] = {name: long[name] - short[name] for name in short}
     policy.model.train()
     batch = build_batch(prompt)
-    with count_work() as found["update"]:
+    with count_work() as found["update"], count_memory(found["update"]):
         policy.score(batch).logprobs.sum().backward()
     found["update"]["saved_bytes"] = measure_saved_bytes(policy, batch)
-    policy.model.zero_grad()
-    with count_memory(found["update"]):
-        policy.score(batch).logprobs.sum().backward()
     return found
 
 
