@@ -5,7 +5,7 @@ computed once more by ``plain_step`` from the completions and their rewards.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -193,17 +193,13 @@ def make_trainer(settings: Settings, environment: Any = None, **weights: float) 
     return trainer
 
 
-@dataclass
 class Recorder:
     """A record of the weights and gradients of a trainer's updates, before the optimizer."""
 
-    trainer: Trainer
-    groups: list[Sequence[Group]] = field(default_factory=list)
-    weights: list[dict[str, Tensor]] = field(default_factory=list)
-    gradients: list[dict[str, Tensor]] = field(default_factory=list)
-
-    def attach(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        sample, step = self.trainer.sampler.sample, self.trainer.strategy.step
+    def __init__(self, trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.trainer, self.groups = trainer, list[Sequence[Group]]()
+        self.weights, self.gradients = list[dict[str, Tensor]](), list[dict[str, Tensor]]()
+        sample, step = trainer.sampler.sample, trainer.strategy.step
 
         def record_groups(*arguments: Any) -> Any:
             rollout = sample(*arguments)
@@ -211,13 +207,13 @@ class Recorder:
             return rollout
 
         def record_update() -> float:
-            trained = self.trainer.strategy.trainable
+            trained = trainer.strategy.trainable
             self.weights.append({name: w.detach().clone() for name, w in trained})
             self.gradients.append({n: w.grad.clone() for n, w in trained if w.grad is not None})
             return step()
 
-        monkeypatch.setattr(self.trainer.sampler, "sample", record_groups)
-        monkeypatch.setattr(self.trainer.strategy, "step", record_update)
+        monkeypatch.setattr(trainer.sampler, "sample", record_groups)
+        monkeypatch.setattr(trainer.strategy, "step", record_update)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -232,8 +228,7 @@ def test_every_gradient_of_a_run_equals_the_one_from_its_raw_groups(
     environment = Peek() if case.startswith("episodes") else None
     # What the tools are is nine tenths of these prompts.
     monkeypatch.setattr("vlm_grpo.model.prompts._TOOLS", "Look.")
-    recorder = Recorder(make_trainer(settings, environment))
-    recorder.attach(monkeypatch)
+    recorder = Recorder(make_trainer(settings, environment), monkeypatch)
     plain, average = PlainModel(model_folder, settings), dict[str, Tensor]()
     rewards = {"letters": 1.0, "codes": -0.5, **({"turns": 0.5} if environment else {})}
     for step in range(2 if every == "never" else every + 1):
@@ -286,8 +281,7 @@ def test_replayed_groups_have_the_ratio_to_the_policy_that_sampled_them(
     """A group of the second step counts as one with equal rewards, so one of the first returns."""
     objective = {"loss_type": loss, "num_iterations": iterations, "epsilon": 0.01, "replay": {}}
     settings = make_settings(objective=objective)
-    recorder = Recorder(make_trainer(settings))
-    recorder.attach(monkeypatch)
+    recorder = Recorder(make_trainer(settings), monkeypatch)
     recorder.trainer.step()
     let_first_differ(monkeypatch, recorder.trainer)
     metrics, rollout, _ = capture_step(recorder.trainer)
@@ -319,9 +313,8 @@ def test_the_credit_of_an_image_is_the_gradient_of_plain_transformers_at_its_tok
     """In two updates of micro-batches that cut groups; gradients of weights stay the same bits."""
     settings = make_settings(policy, HALVES, {"optim.max_tokens_per_batch": 40})
     watching = Settings.model_validate({**settings.model_dump(), "methods": ["visual_credit"]})
-    recorder, other = Recorder(make_trainer(watching)), Recorder(make_trainer(settings))
+    recorder, other = (Recorder(make_trainer(s), monkeypatch) for s in (watching, settings))
     for each in (recorder, other):
-        each.attach(monkeypatch)
         each.trainer.step()
         engine: Any = each.trainer.policy.engine
         assert engine.encoder.is_trained == trains_vision
@@ -379,8 +372,8 @@ def test_training_raises_the_reward(make_settings):
 @pytest.mark.parametrize("limit", [0.125, 0, 1e3])
 def test_the_gradient_is_scaled_down_to_the_maximum_norm(limit, make_settings, monkeypatch):
     """A limit of 0 is none, and 1000 is larger than the norm."""
-    recorder, used = Recorder(make_trainer(make_settings(optim={"max_grad_norm": limit}))), []
-    recorder.attach(monkeypatch)
+    settings, used = make_settings(optim={"max_grad_norm": limit}), list[Tensor]()
+    recorder = Recorder(make_trainer(settings), monkeypatch)
     strategy = recorder.trainer.strategy
 
     def record_gradient(*_: Any) -> None:
