@@ -16,8 +16,8 @@ from PIL import Image
 from processes import small_disk
 from small_runs import make_trainer, read_metrics, small_run
 
-from vlm_grpo import Settings, UserError, load_settings, load_task, train
-from vlm_grpo.data.loading import load_examples
+from vlm_grpo import Settings, UserError, load_settings, train
+from vlm_grpo.data.loading import load_run
 from vlm_grpo.data.stream import ExampleStream
 from vlm_grpo.model.resolve import list_checkpoints
 from vlm_grpo.training.checkpoint.files import verify_checkpoint
@@ -48,8 +48,7 @@ def settings(model_folder: Path, tmp_path: Path) -> Callable[..., Settings]:
 
 def find_image(settings: Settings, index: int) -> Path:
     """Return the image file of the example at this index of the run's stream."""
-    task = load_task(settings.task)
-    examples = load_examples(settings.data.train, task, settings.data, "train")
+    examples = load_run(settings)[1]
     path: Any = ExampleStream(examples, settings.seed)[index].images[0].path
     return path
 
@@ -80,8 +79,7 @@ def test_an_unreadable_image_is_replaced_logged_and_counted_if_bad_rows_are_skip
 ):
     run = settings(data={"on_bad_row": "skip"})
     trainer = make_trainer(run)
-    path = find_image(run, 4)
-    truncate(path)
+    truncate(path := find_image(run, 4))
     with caplog.at_level(logging.WARNING):
         trainer.run()
     assert [row["replaced_prompts"] for row in read_metrics(run.run_dir)] == [0, 0, 1, 0]
@@ -176,27 +174,22 @@ def test_a_disk_that_fills_up_between_steps_leaves_complete_files(
         assert len(read_metrics(run.run_dir)) == 4
 
 
-def measure_tensors() -> tuple[int, int]:
-    """Return the number and the bytes of all live tensors."""
-    gc.collect()
-    tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
-    return len(tensors), sum(tensor.nbytes for tensor in tensors)
-
-
 def test_the_tensors_of_a_run_do_not_grow(settings):
     """Compare 4 steps with 8, after which every image has been used twice."""
     run = settings(optim={"max_steps": 20}, rollout={"max_completion_length": 6})
     trainer = make_trainer(run)
     trainer.run_dir.open(0)
 
-    def run_steps(count: int) -> tuple[int, int]:
-        for _ in range(count):
+    def run_steps() -> tuple[int, int]:
+        for _ in range(4):
             trainer.run_dir.write_metrics(trainer.global_step, trainer.step())
         position = trainer.sampler.cursor.position
         trainer.sampler.loader.load(range(position, position + 2))
-        return measure_tensors()
+        gc.collect()
+        tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
+        return len(tensors), sum(tensor.nbytes for tensor in tensors)
 
-    first, later = run_steps(4), run_steps(4)
+    first, later = run_steps(), run_steps()
     # All prompts have the same number and sizes of tensors, and none is being prefetched.
     assert later == first
     trainer.run_dir.close()

@@ -44,30 +44,26 @@ def model_with_code(tmp_path: Path, marker: Path) -> Path:
     return write_files(tmp_path / "model", {"foreign.py": code, "config.json": config})
 
 
-def test_code_of_a_model_is_not_run_by_default(model_with_code, marker):
+def test_code_of_a_model_runs_only_if_it_is_trusted_and_with_a_warning(
+    model_with_code, marker, tmp_path, monkeypatch, caplog
+):
     with pytest.raises(UserError, match="trust_remote_code"):
         load_model(make_settings(model_with_code))
     assert not marker.exists()
-
-
-def test_trusted_code_runs_with_a_warning(model_with_code, marker, tmp_path, monkeypatch, caplog):
     cache = str(tmp_path / "cache")
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", cache)
     monkeypatch.syspath_prepend(cache)
     with pytest.raises((UserError, ImportError, AttributeError, TypeError)):
         load_model(make_settings(model_with_code, trust_remote_code=True))
-    assert marker.exists()  # without the setting, the code would run
+    assert marker.exists()
     assert f"running the Python code that comes with {model_with_code}" in caplog.text
 
 
-class Bomb:
-    """An object that creates a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
+class Bomb(str):
+    """The path of a file that is created when it is unpickled."""
 
     def __reduce__(self) -> Any:
-        return open, (str(self.path), "w")
+        return open, (str(self), "w")
 
 
 def test_pickled_weights_are_refused(tmp_path, marker):
@@ -219,6 +215,5 @@ def test_no_name_from_the_data_becomes_a_path(name, tmp_path):
     expected = {"step-000003.jsonl", "held-out-000003.jsonl"}
     assert expected <= {path.name for path in files}
     for path in files:
-        if path.name not in expected:  # images: 32 hexadecimal digits of a hash
-            assert len(path.stem) == 32
-            assert int(path.stem, 16) >= 0
+        # images: 32 hexadecimal digits of a hash
+        assert path.name in expected or re.fullmatch("[0-9a-f]{32}", path.stem)

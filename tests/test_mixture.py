@@ -1,6 +1,5 @@
 """Runs with several sources: what is logged, learned and resumed."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,28 +63,23 @@ def name_rewards(group: Any, source: str) -> Any:
     return type(group)(group.prompt, group.completions, scores)
 
 
-def build_run(folder: Path, model: Path, **changes: Any) -> Settings:
-    """Return settings of a run of two sources, one of which has tags, and is evaluated twice."""
-    task = str(folder / "letters.py")
-    words = {"source": "embedded:ocr", "task": task}
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Settings:
+    """Settings of a finished run of two sources, one of which has tags, and is evaluated twice."""
+    folder = tmp_path_factory.mktemp("mixture")
+    words = {"source": "embedded:ocr", "task": str(folder / "letters.py")}
     sources = [
         {**words, "name": "plain", "weight": 2.0, "limit": 12},
         {**words, "name": "tagged", "task_options": {"tags": True}, "limit": 5},
     ]
     held_out = [{**words, "name": "held", "limit": 3}, {"source": "embedded:ocr", "name": "tagged"}]
     data = {"train": sources, "eval": held_out, "eval_limit": 2, "train_limit": None}
-    return small_run(folder, model, data=data, task="mixed", **changes)
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Settings:
-    folder = tmp_path_factory.mktemp("mixture")
-    settings = build_run(folder, save_tiny_model(folder / "model"))
+    settings = small_run(folder, save_tiny_model(folder / "model"), data=data, task="mixed")
     train(settings)
     return settings
 
 
-def test_metrics_of_the_sources_add_up(finished):
+def test_metrics_prompts_and_samples_are_those_of_each_source(finished):
     rows, found = read_metrics(finished.run_dir), set()
     for row in rows:
         parts = [(*n.split("/", 2), v) for n, v in row.items() if n.startswith("sources/")]
@@ -98,9 +92,6 @@ def test_metrics_of_the_sources_add_up(finished):
     assert found == {"plain", "tagged"}
     held_out = rows[-1]["eval/held/letters"], rows[-1]["eval/tagged/letters"]
     assert rows[-1]["eval/score"] == pytest.approx(sum(held_out) / 2)
-
-
-def test_prompts_and_samples_are_those_of_each_source(finished):
     run = read_run(finished.run_dir)
     for row in run.samples:
         is_tagged = row["id"].startswith("tagged/")
@@ -120,13 +111,13 @@ def test_prompts_and_samples_are_those_of_each_source(finished):
     ],
 )
 def test_what_a_source_learns_may_not_change_on_a_resume(finished, change, named):
-    values = finished.model_dump(mode="json")
-    values["data"]["train"][0] |= change
-    changed = Settings.model_validate(values)
-    with pytest.raises(UserError) as caught:
+    def resume(change: Any) -> None:
+        values = finished.model_dump(mode="json")
+        values["data"]["train"][0] |= change
+        changed = Settings.model_validate(values)
         check_same_settings(flatten_settings(finished), changed, "step-4", MEMBERS["count"])
+
+    with pytest.raises(UserError) as caught:
+        resume(change)
     assert named in str(caught.value)
-    values = finished.model_dump(mode="json")
-    values["data"]["train"][0]["source"] = "elsewhere.jsonl"  # the rows decide
-    moved = Settings.model_validate(values)
-    check_same_settings(flatten_settings(finished), moved, "step-4", MEMBERS["count"])
+    resume({"source": "elsewhere.jsonl"})  # the rows decide

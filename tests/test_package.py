@@ -41,42 +41,20 @@ PACKAGE_INDEXES = [*HOSTS.replace(":", ".").split(), *OPTIONS.replace(":", "-").
 
 
 @pytest.fixture(scope="module")
-def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the source distribution, built from a copy that leaves no files in the checkout."""
-    source = tmp_path_factory.mktemp("source")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the wheel of a source distribution, built from a copy: the checkout gets no files."""
+    source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("built")
     for name in INSTALLED_AS:
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, source / name, ignore=ignore)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    built = tmp_path_factory.mktemp("sdist")
     build = f"from setuptools.build_meta import build_sdist; build_sdist({str(built)!r})"
     _run([sys.executable, "-c", build], source)
-    (found,) = built.glob("vlm_grpo-*.tar.gz")
-    return found
-
-
-@pytest.fixture(scope="module")
-def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the wheel, built from the source distribution."""
-    built = tmp_path_factory.mktemp("wheel")
-    _pip("wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", str(built), str(sdist))
+    (sdist,) = map(str, built.glob("vlm_grpo-*.tar.gz"))
+    _pip("wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", str(built), sdist)
     (found,) = built.glob("vlm_grpo-*.whl")
     return found
-
-
-@pytest.fixture(scope="module")
-def program(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the program of a new environment that has the wheel and the libraries used here."""
-    home = tmp_path_factory.mktemp("environment") / "venv"
-    venv.create(home, with_pip=False)
-    _pip("--python", str(home / "bin/python"), "install", "--no-deps", "--no-index", str(wheel))
-    # The libraries follow the wheel on the path. Their .pth files are not processed there, so the
-    # checkout's editable install is not importable.
-    (site,) = home.glob("lib/python*/site-packages")
-    libraries = {str(Path(module.__file__ or "").parents[1]) for module in (pytest, torch)}
-    (site / "libraries.pth").write_text("\n".join(sorted(libraries)) + "\n")
-    return home / "bin" / "vlm-grpo"
 
 
 def test_wheel_contains_every_file_in_one_top_level_package(wheel):
@@ -94,8 +72,9 @@ def test_wheel_contains_every_file_in_one_top_level_package(wheel):
     assert {name.split("/")[0] for name in names} == {"vlm_grpo", f"vlm_grpo-{version}.dist-info"}
 
 
-def test_constraints_pin_every_library_as_it_is_required():
-    pins = _read_constraints()
+def test_constraints_and_lock_pin_every_library_as_it_is_required():
+    given = (line.split("==") for line in (ROOT / "constraints.txt").read_text().split())
+    pins = {canonicalize_name(name): version for name, version in given}
     assert len(pins) > 50  # torch, transformers, the tools and their dependencies are about 150
     missing = {name for name in _find_closure(_list_requirements()) if name not in pins}
     assert not missing, f"not in constraints.txt: {sorted(missing)}; run make lock"
@@ -104,12 +83,9 @@ def test_constraints_pin_every_library_as_it_is_required():
         version = pins[canonicalize_name(requirement.name)]
         assert requirement.specifier.contains(version), f"{text} against {version}; run make lock"
         assert "+" not in version, f"{text}: a local version is not in every index"
-
-
-def test_constraints_and_lock_pin_the_same_versions():
     lock = (ROOT / "requirements.lock").read_text()
-    pins = dict(re.findall(r"^([\w.-]+)==([^ ;]+)", lock, re.MULTILINE))
-    assert _read_constraints() == {canonicalize_name(name): pin for name, pin in pins.items()}
+    locked = re.findall(r"^([\w.-]+)==([^ ;]+)", lock, re.MULTILINE)
+    assert pins == {canonicalize_name(name): pin for name, pin in locked}
     unhashed = re.findall(r"^[\w.-]+==.*[^\\]$", lock, re.MULTILINE)
     assert not unhashed, "these requirements have no hash"
 
@@ -125,10 +101,10 @@ def test_makefile_names_the_required_python(tmp_path):
     old = tmp_path / "python-old"
     old.write_text("#!/bin/sh\nexit 1\n")
     old.chmod(0o755)
-    venv = tmp_path / "venv"
-    made = _run(["make", "quickstart", f"PYTHON={old}", f"VENV={venv}"], ROOT, status=2)
+    home = tmp_path / "venv"
+    made = _run(["make", "quickstart", f"PYTHON={old}", f"VENV={home}"], ROOT, status=2)
     assert "needs Python 3.11, 3.12 or 3.13" in made
-    assert not venv.exists()
+    assert not home.exists()
 
 
 def test_dockerfile_runs_the_commands_of_the_readme():
@@ -145,21 +121,31 @@ def test_versions_agree():
     assert releases[0] == version
 
 
-def test_installed_wheel_lists_its_tasks(program, tmp_path):
-    python = [str(program.with_name("python")), "-c"]
-    where = _run([*python, "import vlm_grpo; print(vlm_grpo.__file__)"], tmp_path)
-    assert Path(where.splitlines()[-1]).is_relative_to(program.parents[1])
-    tasks = _run([str(program), "tasks"], tmp_path)
-    assert {"counting", "grounding", "ocr"} <= set(re.findall(r"\w+", tasks))
-
-
 @pytest.mark.slow
-def test_installed_wheel_trains_in_an_empty_folder(program, tmp_path):
+def test_an_installed_wheel_lists_its_tasks_and_trains_in_an_empty_folder(wheel, tmp_path):
+    """In a new environment that has the wheel and the libraries used here."""
+    home, folder = tmp_path / "venv", tmp_path / "empty"
+    folder.mkdir()
+    venv.create(home, with_pip=False)
+    _pip("--python", str(home / "bin/python"), "install", "--no-deps", "--no-index", str(wheel))
+    # The libraries follow the wheel on the path. Their .pth files are not processed there, so the
+    # checkout's editable install is not importable. A library of an extra, which PEFT would import
+    # for a second, is left out.
+    (site,) = home.glob("lib/python*/site-packages")
+    libraries = {str(Path(module.__file__ or "").parents[1]) for module in (pytest, torch)}
+    lines = [*sorted(libraries), "import sys; sys.modules['bitsandbytes'] = None"]
+    (site / "libraries.pth").write_text("\n".join(lines) + "\n")
+    python, program = str(home / "bin/python"), str(home / "bin/vlm-grpo")
+    where = _run([python, "-c", "import vlm_grpo; print(vlm_grpo.__file__)"], folder)
+    assert Path(where.splitlines()[-1]).is_relative_to(home)
+    assert {"counting", "grounding", "ocr"} <= {
+        *re.findall(r"\w+", _run([program, "tasks"], folder))
+    }
     settings = ["optim.max_steps=2", "optim.warmup_steps=0", "data.eval_limit=8"]
     settings += ["data.train_limit=40", "optim.prompts_per_step=2", "rollout.num_generations=2"]
-    output = _run([str(program), "train", "quickstart", *settings], tmp_path)
+    output = _run([program, "train", "quickstart", *settings], folder)
     assert re.search(r"^after +exact .*\(n = 8\)$", output, re.MULTILINE), output
-    assert (tmp_path / "runs/quickstart/report.html").is_file()
+    assert (folder / "runs/quickstart/report.html").is_file()
 
 
 def _pip(*arguments: str) -> None:
@@ -174,12 +160,6 @@ def _run(command: list[str], folder: Path | None = None, status: int = 0) -> str
     done = subprocess.run(command, check=False, **given)
     assert done.returncode == status, f"{' '.join(command)}\n{done.stdout}"
     return done.stdout
-
-
-def _read_constraints() -> dict[str, str]:
-    lines = (ROOT / "constraints.txt").read_text().split()
-    pins = dict(line.split("==") for line in lines)
-    return {canonicalize_name(name): version for name, version in pins.items()}
 
 
 def _list_requirements() -> list[str]:

@@ -7,10 +7,11 @@ from inspect import unwrap
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 from commands import run_python
 from PIL import Image
-from small_runs import assert_same_weights
+from small_runs import assert_same_weights, small_run
 
 import vlm_grpo
 from vlm_grpo import (
@@ -57,65 +58,47 @@ def make_rows(count: int, encode: bool = False) -> list[dict[str, Any]]:
 ROWS, HELD_OUT = make_rows(8), make_rows(4, encode=True)
 
 
-def make_settings(folder: Path, task: str = "python", **optim: Any) -> Settings:
-    return Settings.model_validate(
-        {
-            "name": "run",
-            "task": task,
-            "model": "embedded",
-            "output_dir": folder,
-            "data": {"train": "python", "eval": "python"},
-            "policy": {"dtype": "float32"},
-            "rollout": {"num_generations": 2, "max_completion_length": 2},
-            "optim": {"lr": 1e-3, "prompts_per_step": 2, "max_steps": 4, **optim},
-            "logging": {"trackers": []},
-        }
-    )
+def make_settings(folder: Path, **optim: Any) -> Settings:
+    changes: dict[str, Any] = {
+        "data": {"train": "python", "eval": "python", "train_limit": None},
+        "rollout": {"num_generations": 2, "max_completion_length": 2},
+        "optim": {"lr": 1e-3, "prompts_per_step": 2, **optim},
+    }
+    return small_run(folder, Path("embedded"), task="python", **changes)
 
 
 OBJECTS: dict[str, Any] = {"task": Brightness, "data": ROWS, "held_out": HELD_OUT}
 """The arguments of ``train``."""
 
 
-def test_import_loads_no_dependency_and_little_else():
+def test_what_is_imported_loads_no_more_than_it_needs():
     program = (
         "import sys; before = {*sys.modules}\n"
         "import vlm_grpo\n"
         "loaded = {*sys.modules} - before\n"
         "print(len(loaded))\n"
-        "print({name.partition('.')[0] for name in loaded} - sys.stdlib_module_names)"
-    )
-    count, modules = run_python("-c", program).splitlines()
-    assert int(count) < 20  # the time of an import, in a unit that depends on no machine
-    assert modules == "{'vlm_grpo'}"
-
-
-def test_tasks_settings_and_data_are_read_without_torch():
-    program = (
-        "import sys\n"
+        "print({name.partition('.')[0] for name in loaded} - sys.stdlib_module_names)\n"
         "from vlm_grpo import Example, Settings, Task, load_settings, load_task, metric, reward\n"
         "load_task('ocr'), load_settings('counting')\n"
         "print({'scipy', 'pycocotools'} & {*sys.modules})\n"
         "import vlm_grpo.data\n"
         "print({'torch', 'transformers', 'datasets'} & {*sys.modules})"
     )
-    assert run_python("-c", program) == "set()\nset()\n"
+    count, *modules = run_python("-c", program).splitlines()
+    assert int(count) < 20  # the time of an import, in a unit that depends on no machine
+    assert modules == ["{'vlm_grpo'}", "set()", "set()"]
 
 
-def test_every_name_is_listed_and_importable():
-    names = vars(vlm_grpo)["__all__"]
-    assert {*names} <= {*dir(vlm_grpo)}
-    for name in {*names} - {"__version__"}:
+def test_every_name_is_listed_and_importable_and_is_no_modules():
+    names = {*vars(vlm_grpo)["__all__"]}
+    assert names <= {*dir(vlm_grpo)}
+    for name in names - {"__version__"}:
         assert getattr(vlm_grpo, name).__module__.startswith("vlm_grpo."), name
     misspelled = "trian"
     with pytest.raises(AttributeError, match="module 'vlm_grpo' has no attribute 'trian'"):
         getattr(vlm_grpo, misspelled)
-
-
-def test_no_module_has_the_name_of_a_function():
     # Importing a module sets it as an attribute of its package, in place of the function.
-    modules = {module.name for module in pkgutil.iter_modules(vlm_grpo.__path__)}
-    assert not modules & {*vars(vlm_grpo)["__all__"]}
+    assert not names & {module.name for module in pkgutil.iter_modules(vlm_grpo.__path__)}
 
 
 @pytest.fixture(scope="module")
@@ -125,15 +108,13 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> TrainResult:
     return train(settings, **{**OBJECTS, "task": Brightness(most=9)})
 
 
-def test_a_run_resumes_with_the_same_objects(result, tmp_path):
+def test_a_run_resumes_with_the_same_objects_and_with_no_other_task(result, tmp_path):
     given = {**OBJECTS, "task": Brightness(most=9)}
     train(make_settings(tmp_path, max_steps=2), **given)
-    more = load_settings(tmp_path / "run/config.yaml", ["resume=true", "optim.max_steps=4"])
+    more = load_settings(tmp_path / "runs/run/config.yaml", ["resume=true", "optim.max_steps=4"])
     resumed = train(more, **{**given, "data": make_rows(8)})  # equal rows are enough
     assert_same_weights(resumed.checkpoint, result.checkpoint)
 
-
-def test_a_run_does_not_resume_with_another_task(result):
     class Other(Brightness):
         pass
 
@@ -142,16 +123,12 @@ def test_a_run_does_not_resume_with_another_task(result):
         train(settings, **{**OBJECTS, "task": Other})
 
 
-def test_evaluation_returns_its_result_and_prints_nothing(result, capsys):
+def test_evaluation_prediction_and_export_take_objects_and_print_nothing(result, tmp_path, capsys):
     settings = load_settings(result.run_dir / "config.yaml")
     found: Any = evaluate(settings, result.checkpoint, task=Brightness, held_out=HELD_OUT)
     assert "vlm-grpo evaluate" not in str(result)  # no command has these rows
     assert found.metrics == result.after.metrics
     assert found.path.is_file()
-    assert capsys.readouterr().out == ""
-
-
-def test_prediction_and_export_take_paths_and_images(result, tmp_path, capsys):
     folder = export(result.run_dir, tmp_path / "model")
     image = Image.new("RGB", (84, 90), "red")
     trained: Any = predict(result.run_dir, image, "How many?")
@@ -164,6 +141,8 @@ def test_prediction_and_export_take_paths_and_images(result, tmp_path, capsys):
 
 
 PROGRAM = """
+import os, sys
+os.chdir(sys.path[0])
 with open("ran", "a") as file:
     file.write("x")
 from own import Filed
@@ -201,14 +180,17 @@ def test_a_plain_script_runs_once_whatever_it_calls(tmp_path):
     )
     (tmp_path / "program.py").write_text(PROGRAM)
     ROWS[0]["images"][0].save(tmp_path / "image.png")
+    process = forked.start(log := tmp_path / "log", forked.run_program, tmp_path / "program.py")
+    process.join(forked.TIMEOUT)
+    assert process.exitcode == 0, log.read_text()
     assert (
         "Own cannot be sent to worker processes (Own is defined in the program, which workers do "
         "not run): define it in a file of its own, or set rollout.reward_workers=0\n"
-    ) in run_python("program.py", folder=tmp_path)
+    ) in log.read_text()
     assert (tmp_path / "ran").read_text() == "x"
 
 
-def test_settings_and_arguments_of_another_type_are_refused(tmp_path):
+def test_arguments_of_another_type_and_a_task_without_a_weighted_reward_are_refused(tmp_path):
     values: Any = {"task": "counting"}
     unknown: Any = None
     trainer = partial(Trainer, policy=unknown, task=unknown, train_examples=[])
@@ -220,8 +202,5 @@ def test_settings_and_arguments_of_another_type_are_refused(tmp_path):
     memory: Any = 24
     with pytest.raises(UserError, match="gpu must be text such as '24GB', not 24"):
         plan(load_settings("counting"), memory)
-
-
-def test_training_without_a_weighted_reward_is_refused(tmp_path):
     with pytest.raises(UserError, match="no reward has a weight"):
         train(make_settings(tmp_path), **{**OBJECTS, "task": Brightness(weights={"exact": 0.0})})

@@ -4,9 +4,8 @@ The pure functions have tests of their own. Here the Trainer runs, and each of i
 computed once more by ``plain_step`` from the completions and their rewards.
 """
 
-import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,141 +20,103 @@ from tiny_models import noise_example
 from torch import Tensor
 
 from vlm_grpo import Settings, Task, Trainer, load_policy, reward
+from vlm_grpo.config.section import merge
 from vlm_grpo.training.batch import build_slices
 from vlm_grpo.training.methods.distillation import Distillation
 from vlm_grpo.training.methods.revision import is_revised
 from vlm_grpo.types import Example, Group
 
-LORA = {
-    "policy": {"dtype": "float32", "lora": {"r": 2, "alpha": 8, "target": ["q_proj", "up_proj"]}}
-}
+LORA = {"policy.lora": {"r": 2, "alpha": 8, "target": ["q_proj", "up_proj"]}}
+MASKED = {"objective.mask_truncated_completions": True}
+ONCE = {"objective.num_iterations": 1}
+HALVES = {"optim.mini_batches": 2}
+KL_LOSS = {"objective.beta": 0.5}
+KL_REWARD = {"objective.beta": 0.3, "objective.kl_in": "reward", "objective.kl_estimator": "k1"}
+EPISODES = {"rollout.max_completion_length": 16}
 CASES: dict[str, dict[str, Any]] = {
     "grpo, KL in the loss, masked, one completion in each micro-batch": {
-        "objective": {"beta": 0.5, "mask_truncated_completions": True},
-        "optim": {"max_tokens_per_batch": 1},
-        "rollout": {"temperature": 0.6},
+        **KL_LOSS, **MASKED, "optim.max_tokens_per_batch": 1, "rollout.temperature": 0.6,
     },
     "bnpo, LoRA, KL in the loss, masked, in micro-batches": {
-        **LORA,
-        "objective": {
-            "loss_type": "bnpo", "beta": 0.5, "use_bias_correction_kl": False,
-            "mask_truncated_completions": True, "scale_rewards": "batch",
-        },
-        "optim": {"max_tokens_per_batch": 60},
+        **LORA, **KL_LOSS, **MASKED, "optim.max_tokens_per_batch": 60,
+        "objective.loss_type": "bnpo", "objective.scale_rewards": "batch",
+        "objective.use_bias_correction_kl": False,
     },
     "dr_grpo, KL in the reward, reference refreshed": {
-        "objective": {
-            "loss_type": "dr_grpo", "beta": 0.3, "kl_in": "reward", "kl_estimator": "k1",
-            "reference_refresh_every": 2, "advantage_estimator": "rloo", "scale_rewards": "none",
-            "importance_sampling_level": "sequence",
-        },
+        **KL_REWARD, "objective.loss_type": "dr_grpo", "objective.reference_refresh_every": 2,
+        "objective.advantage_estimator": "rloo", "objective.scale_rewards": "none",
+        "objective.importance_sampling_level": "sequence",
     },
     "cispo, truncated sampler, entropy, three updates, in micro-batches": {
-        **LORA,
-        "objective": {
-            "loss_type": "cispo", "epsilon_high": 1.0, "entropy_coef": 0.05, "num_iterations": 3,
-            "sampler_correction": "token", "sampler_correction_cap": 1.05,
-        },
-        "rollout": {"top_k": 150},
-        "optim": {"max_tokens_per_batch": 60},
+        **LORA, "objective.loss_type": "cispo", "objective.epsilon_high": 1.0,
+        "objective.entropy_coef": 0.05, "objective.num_iterations": 3, "rollout.top_k": 150,
+        "objective.sampler_correction": "token", "objective.sampler_correction_cap": 1.05,
+        "optim.max_tokens_per_batch": 60,
     },
     "dapo, LoRA, two mini-batches, one iteration, masked, KL in the reward": {
-        **LORA,
-        "objective": {
-            "loss_type": "dapo", "num_iterations": 1, "mask_truncated_completions": True,
-            "beta": 0.3, "kl_in": "reward", "kl_estimator": "k1", "epsilon_high": 0.3,
-        },
-        "optim": {"mini_batches": 2},
+        **LORA, **ONCE, **MASKED, **KL_REWARD, **HALVES, "objective.loss_type": "dapo",
+        "objective.epsilon_high": 0.3,
     },
     "REINFORCE++ with advantages of tokens, two mini-batches, masked, KL in the reward": {
-        **LORA,
-        "objective": {
-            "advantage_estimator": "reinforce_plus_plus_baseline", "num_iterations": 1,
-            "mask_truncated_completions": True, "beta": 0.3, "kl_in": "reward",
-            "kl_estimator": "k1", "advantage_clip": 0.7,
-        },
-        "optim": {"mini_batches": 2},
+        **LORA, **ONCE, **MASKED, **KL_REWARD, **HALVES, "objective.advantage_clip": 0.7,
+        "objective.advantage_estimator": "reinforce_plus_plus_baseline",
     },
     "a teacher beside the rewards, two updates, masked": {
-        "objective": {
-            "distillation": {"teacher": "other", "coef": 2.0}, "mask_truncated_completions": True,
-        },
+        **MASKED, "objective.distillation": {"teacher": "other", "coef": 2.0},
     },
     "the policy's average that sees a crop, LoRA, masked, in micro-batches": {
-        **LORA,
-        "objective": {
-            "distillation": {
-                "teacher_prompt": "crop", "margin": 0, "teacher_update_rate": 0.4, "coef": 2.0,
-                "loss": "jensen_shannon", "topk": 20, "alpha": 0.3, "is_clip": 1.0005,
-                "high_share": 0.3,
-            },
-            "mask_truncated_completions": True,
+        **LORA, **MASKED, "optim.max_tokens_per_batch": 60, "optim.prompts_per_step": 3,
+        "objective.distillation": {
+            "teacher_prompt": "crop", "margin": 0, "teacher_update_rate": 0.4, "coef": 2.0,
+            "loss": "jensen_shannon", "topk": 20, "alpha": 0.3, "is_clip": 1.0005,
+            "high_share": 0.3,
         },
-        "optim": {"max_tokens_per_batch": 60, "prompts_per_step": 3},
     },
     "the first policy that sees a part, alone": {
-        "objective": {
-            "distillation": {
-                "teacher_prompt": "mask", "margin": 0, "teacher_update_rate": 0.0, "only": True,
-            },
+        "optim.prompts_per_step": 3, "objective.distillation": {
+            "teacher_prompt": "mask", "margin": 0, "teacher_update_rate": 0.0, "only": True,
         },
-        "optim": {"prompts_per_step": 3},
     },
     "episodes that fork, the policy sees a crop, in micro-batches": {
-        "task_options": {"environment": "zoom"},
-        "objective": {
-            "distillation": {
-                "teacher_prompt": "crop", "margin": 0, "teacher_update_rate": 0.5,
-                "loss": "jensen_shannon",
-            },
-            "num_iterations": 1,
+        **EPISODES, **ONCE, "task_options.environment": "zoom", "rollout.forks": 2,
+        "optim.max_tokens_per_batch": 400, "objective.distillation": {
+            "teacher_prompt": "crop", "margin": 0, "teacher_update_rate": 0.5,
+            "loss": "jensen_shannon",
         },
-        "optim": {"max_tokens_per_batch": 400},
-        "rollout": {"max_completion_length": 16, "forks": 2},
     },
     "images with noise, truncated sampler, two mini-batches": {
-        "objective": {"sampler_correction": "token", "epsilon": 0.9, "epsilon_high": 9.0},
-        "rollout": {"noise": {"strength": 800, "share": 0.25}, "top_k": 150},
-        "optim": {"mini_batches": 2},
+        **HALVES, "objective.sampler_correction": "token", "objective.epsilon": 0.9,
+        "objective.epsilon_high": 9.0, "rollout.noise": {"strength": 800, "share": 0.25},
+        "rollout.top_k": 150,
     },
     "crops in place of images, LoRA, masked, two mini-batches": {
-        **LORA,
+        **LORA, **MASKED, **HALVES, "objective.sampler_correction": "token",
         "methods": [{"file": "crop_rollouts", "options": {"share": 0.25, "margin": 0}}],
-        "objective": {"sampler_correction": "token", "mask_truncated_completions": True},
-        "optim": {"mini_batches": 2, "prompts_per_step": 4},
+        "optim.prompts_per_step": 4,
     },
     "masked images: PAPO, VPPO and less entropy, two mini-batches, masked completions": {
-        **LORA,
-        "objective": {
-            "perception": {"kl_coef": 0.3, "top_share": 0.4, "min_scale": 0.5, "patch_size": 7},
-            "entropy_coef": -0.05, "num_iterations": 1, "mask_truncated_completions": True,
-            "top_entropy_quantile": 0.8, "advantage_clip": 0.7,
+        **LORA, **ONCE, **MASKED, **HALVES, "objective.perception": {
+            "kl_coef": 0.3, "top_share": 0.4, "min_scale": 0.5, "patch_size": 7,
         },
-        "optim": {"mini_batches": 2},
+        "objective.entropy_coef": -0.05, "objective.top_entropy_quantile": 0.8,
+        "objective.advantage_clip": 0.7,
     },
     "wide groups that begin alike, passed once, in micro-batches": {
-        "objective": {"beta": 0.5, "mask_truncated_completions": True, "num_iterations": 1},
-        "optim": {"max_tokens_per_batch": 40},
-        "rollout": {"num_generations": 16, "temperature": 0.1, "max_completion_length": 4},
+        **KL_LOSS, **ONCE, **MASKED, "optim.max_tokens_per_batch": 40, "rollout.temperature": 0.1,
+        "rollout.num_generations": 16, "rollout.max_completion_length": 4,
     },
     "episodes with observed images, LoRA, masked, KL in the loss, in micro-batches": {
-        **LORA,
-        "objective": {"beta": 0.5, "mask_truncated_completions": True, "num_iterations": 1},
-        "optim": {"mini_batches": 2, "max_tokens_per_batch": 60},
-        "rollout": {"max_completion_length": 16},
+        **LORA, **KL_LOSS, **ONCE, **MASKED, **HALVES, **EPISODES, "optim.max_tokens_per_batch": 60,
     },
     "episodes that fork, dapo, masked, in micro-batches": {
-        "task_options": {"environment": "zoom"},  # in the settings; the task has Peek
-        "objective": {"loss_type": "dapo", "beta": 0.5, "mask_truncated_completions": True},
-        "optim": {"max_tokens_per_batch": 400},
-        "rollout": {"max_completion_length": 16, "forks": 2},
+        **KL_LOSS, **MASKED, **EPISODES, "objective.loss_type": "dapo", "rollout.forks": 2,
+        "optim.max_tokens_per_batch": 400,
+        "task_options.environment": "zoom",  # in the settings; the task has Peek
     },
     "revised groups and others, LoRA, masked, KL in the loss, two mini-batches": {
-        **LORA,
+        **LORA, **KL_LOSS, **ONCE, **MASKED, **HALVES, "rollout.max_completion_length": 9,
         "methods": [{"file": "revision", "options": {"below": 0.2, "text": "No."}}],
-        "objective": {"beta": 0.5, "mask_truncated_completions": True, "num_iterations": 1},
-        "optim": {"mini_batches": 2, "max_tokens_per_batch": 60, "prompts_per_step": 4},
-        "rollout": {"max_completion_length": 9},
+        "optim.max_tokens_per_batch": 60, "optim.prompts_per_step": 4,
     },
 }  # fmt: skip
 """Settings under which the gradient of every update is compared with plain transformers."""
@@ -200,30 +161,22 @@ EXAMPLES = [
 """Prompts with one, two and no images, of sizes that the model's resize does not change."""
 
 
-def merge(*blocks: Mapping[str, Any]) -> dict[str, Any]:
-    merged: dict[str, Any] = {}
-    for block in blocks:
-        for name, values in block.items():
-            is_block = isinstance(values, dict)
-            merged[name] = {**merged.get(name, {}), **values} if is_block else values
-    return merged
-
-
 @pytest.fixture
 def make_settings(model_folder: Path, tmp_path: Path) -> Any:
     """Return a function that builds the settings of a small run; its arguments change them."""
 
-    def make(**given: Any) -> Settings:
-        changes: dict[str, Any] = copy.deepcopy(given)
-        teaching = changes.get("objective", {}).get("distillation", {})
-        if "teacher" in teaching:
-            teaching["teacher"] = str(model_folder.with_name("other"))
-        small = {
+    def make(*blocks: Mapping[str, Any], **changes: Any) -> Settings:
+        values: dict[str, Any] = {
             "rollout": {"num_generations": 4, "max_completion_length": 5, "min_new_tokens": 2},
             "optim": {"lr": 1e-3, "prompts_per_step": 2, "max_steps": 4},
             "logging": {"samples_every": 0},
         }
-        return small_run(tmp_path, model_folder, **merge(small, changes))
+        for block in (*blocks, changes):
+            merge(values, block)
+        teaching = values.get("objective", {}).get("distillation", {})
+        if "teacher" in teaching:
+            teaching["teacher"] = str(model_folder.with_name("other"))
+        return small_run(tmp_path, model_folder, **values)
 
     return make
 
@@ -240,17 +193,13 @@ def make_trainer(settings: Settings, environment: Any = None, **weights: float) 
     return trainer
 
 
-@dataclass
 class Recorder:
     """A record of the weights and gradients of a trainer's updates, before the optimizer."""
 
-    trainer: Trainer
-    groups: list[Sequence[Group]] = field(default_factory=list)
-    weights: list[dict[str, Tensor]] = field(default_factory=list)
-    gradients: list[dict[str, Tensor]] = field(default_factory=list)
-
-    def attach(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        sample, step = self.trainer.sampler.sample, self.trainer.strategy.step
+    def __init__(self, trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.trainer, self.groups = trainer, list[Sequence[Group]]()
+        self.weights, self.gradients = list[dict[str, Tensor]](), list[dict[str, Tensor]]()
+        sample, step = trainer.sampler.sample, trainer.strategy.step
 
         def record_groups(*arguments: Any) -> Any:
             rollout = sample(*arguments)
@@ -258,13 +207,13 @@ class Recorder:
             return rollout
 
         def record_update() -> float:
-            trained = self.trainer.strategy.trainable
+            trained = trainer.strategy.trainable
             self.weights.append({name: w.detach().clone() for name, w in trained})
             self.gradients.append({n: w.grad.clone() for n, w in trained if w.grad is not None})
             return step()
 
-        monkeypatch.setattr(self.trainer.sampler, "sample", record_groups)
-        monkeypatch.setattr(self.trainer.strategy, "step", record_update)
+        monkeypatch.setattr(trainer.sampler, "sample", record_groups)
+        monkeypatch.setattr(trainer.strategy, "step", record_update)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -273,14 +222,13 @@ def test_every_gradient_of_a_run_equals_the_one_from_its_raw_groups(
 ):
     """The gradient before the optimizer, in each update of two steps, or until a refresh."""
     defaults = {"num_iterations": 2, "reference_refresh_every": "never"}
-    settings = make_settings(**merge({"objective": defaults}, CASES[case]))
+    settings = make_settings({"objective": defaults}, CASES[case])
     updates, every = settings.updates_per_step, settings.objective.reference_refresh_every
     parts = settings.optim.mini_batches
     environment = Peek() if case.startswith("episodes") else None
     # What the tools are is nine tenths of these prompts.
     monkeypatch.setattr("vlm_grpo.model.prompts.TOOLS", "Look.")
-    recorder = Recorder(make_trainer(settings, environment))
-    recorder.attach(monkeypatch)
+    recorder = Recorder(make_trainer(settings, environment), monkeypatch)
     plain, average = PlainModel(model_folder, settings), dict[str, Tensor]()
     rewards = {"letters": 1.0, "codes": -0.5, **({"turns": 0.5} if environment else {})}
     for step in range(2 if every == "never" else every + 1):
@@ -333,8 +281,7 @@ def test_replayed_groups_have_the_ratio_to_the_policy_that_sampled_them(
     """A group of the second step counts as one with equal rewards, so one of the first returns."""
     objective = {"loss_type": loss, "num_iterations": iterations, "epsilon": 0.01, "replay": {}}
     settings = make_settings(objective=objective)
-    recorder = Recorder(make_trainer(settings))
-    recorder.attach(monkeypatch)
+    recorder = Recorder(make_trainer(settings), monkeypatch)
     recorder.trainer.step()
     let_first_differ(monkeypatch, recorder.trainer)
     metrics, rollout, _ = capture_step(recorder.trainer)
@@ -357,19 +304,17 @@ LORA_OF_TEXT = {"r": 2, "alpha": 8, "target": ["q_proj", "v_proj"]}
 @pytest.mark.parametrize(
     ("policy", "trains_vision"),
     # The tower's layers have other names.
-    [({}, True), (LORA, True), ({"policy": {"lora": LORA_OF_TEXT}}, False)],
+    [({}, True), (LORA, True), ({"policy.lora": LORA_OF_TEXT}, False)],
     ids=["full", "adapters", "frozen"],
 )
 def test_the_credit_of_an_image_is_the_gradient_of_plain_transformers_at_its_tokens(
     policy, trains_vision, make_settings, model_folder, monkeypatch
 ):
     """In two updates of micro-batches that cut groups; gradients of weights stay the same bits."""
-    optim = {"optim": {"mini_batches": 2, "max_tokens_per_batch": 40}}
-    settings = make_settings(**merge(policy, optim))
+    settings = make_settings(policy, HALVES, {"optim.max_tokens_per_batch": 40})
     watching = Settings.model_validate({**settings.model_dump(), "methods": ["visual_credit"]})
-    recorder, other = Recorder(make_trainer(watching)), Recorder(make_trainer(settings))
+    recorder, other = (Recorder(make_trainer(s), monkeypatch) for s in (watching, settings))
     for each in (recorder, other):
-        each.attach(monkeypatch)
         each.trainer.step()
         engine: Any = each.trainer.policy.engine
         assert engine.encoder.is_trained == trains_vision
@@ -427,8 +372,8 @@ def test_training_raises_the_reward(make_settings):
 @pytest.mark.parametrize("limit", [0.125, 0, 1e3])
 def test_the_gradient_is_scaled_down_to_the_maximum_norm(limit, make_settings, monkeypatch):
     """A limit of 0 is none, and 1000 is larger than the norm."""
-    recorder, used = Recorder(make_trainer(make_settings(optim={"max_grad_norm": limit}))), []
-    recorder.attach(monkeypatch)
+    settings, used = make_settings(optim={"max_grad_norm": limit}), list[Tensor]()
+    recorder = Recorder(make_trainer(settings), monkeypatch)
     strategy = recorder.trainer.strategy
 
     def record_gradient(*_: Any) -> None:

@@ -42,13 +42,6 @@ def succeed(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 
 @pytest.fixture
-def counting_data(tmp_path: Path) -> Path:
-    """Two counting rows without images, whose answers are 3 and 5."""
-    rows = [{"id": f"r{n}", "question": "How many?", "answer": n} for n in (3, 5)]
-    return write_jsonl(tmp_path / "data.jsonl", *rows)
-
-
-@pytest.fixture
 def letters_data(tmp_path: Path) -> Path:
     """Two rows without images, whose answers are a and b."""
     rows = [{"id": letter, "question": "Which?", "answer": letter} for letter in "ab"]

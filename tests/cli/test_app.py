@@ -23,6 +23,7 @@ COMMANDS = (
 )
 ROWS = "--data embedded:counting"
 SCORED = f"{ROWS} --predictions none.jsonl"
+COUNTED = f"evaluate counting {SCORED}"
 CORRECTED = "objective.sampler_correction=token"
 ASKED = "embedded --question ? --image"
 
@@ -76,12 +77,9 @@ def test_the_help_of_each_command_shows_an_example(succeed, capsys, command):
         (f"evaluate tallyqa {ROWS} model=embedded task_options.tagz=true", "unknown option tagz"),
         ("evaluate counting --checkpoint nowhere", "checkpoint nowhere is not a folder"),
         ("evaluate counting --predictions p.jsonl", "give --data"),
-        (f"evaluate counting {SCORED} --frame permil", "did you mean permille?"),
-        (f"evaluate counting {SCORED}", "none.jsonl cannot be read"),
-        (
-            f"evaluate counting {SCORED} frame=permille",
-            "frame is not a task option with --predictions",
-        ),
+        (f"{COUNTED} --frame permil", "did you mean permille?"),
+        (COUNTED, "none.jsonl cannot be read"),
+        (f"{COUNTED} frame=permille", "frame is not a task option with --predictions"),
         ("evaluate counting --json", "--json needs a task and --predictions"),
         (f"predict {ASKED} none.png", "image none.png cannot be read: No such file"),
         (f"predict {ASKED} a.jsonl", "corrupt or of a format other than"),
@@ -115,12 +113,9 @@ def test_wrong_arguments_are_one_message(capsys, tmp_path, monkeypatch, words, m
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_the_program_starts_without_importing_heavy_libraries():
+def test_the_program_starts_as_a_module_without_importing_heavy_libraries():
     code = f"import sys, vlm_grpo.cli; print(sorted({HEAVY} & set(sys.modules)))"
     assert run_python("-c", code) == "[]\n"
-
-
-def test_version_is_printed_when_run_as_a_module():
     shown = run_python("-m", "vlm_grpo.cli", "--version")  # as launchers run it
     assert shown == f"vlm-grpo {version('vlm-grpo')}\n"
 
@@ -144,28 +139,24 @@ def test_debug_anywhere_shows_the_traceback(capsys, words):
     assert (status, "Traceback" in err, "there is no recipe 'nothing'" in err) == (2, True, True)
 
 
+ENDED = """import logging, sys; from vlm_grpo.cli import app
+try: app.main(['--version'])
+except SystemExit: """
+"""A program that goes on with a statement."""
+
+
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_letters_that_the_output_cannot_encode_are_escaped(unbuffered):
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUNBUFFERED": unbuffered}
-    program = (
-        "import sys; from vlm_grpo.cli import app\n"
-        "try: app.main(['tasks'])\n"
-        "except SystemExit: print('0 → 1'); print('é', file=sys.stderr)"
-    )
-    command = [sys.executable, "-c", program]
+    command = [sys.executable, "-c", f"{ENDED}print('0 → 1'); print('é', file=sys.stderr)"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.stdout.endswith("0 \\u2192 1\n"), done.stderr
     assert done.stderr == "\\xe9\n"
 
 
 def test_a_terminal_obeys_no_control_characters_of_rows_and_answers():
-    program = (
-        "import logging, sys; from vlm_grpo.cli import app\n"
-        "try: app.main(['--version'])\n"
-        "except SystemExit: print('\\x1b[31m'); logging.warning('\\x9b')"
-    )
     terminal, end = os.openpty()
-    command = [sys.executable, "-c", program]
+    command = [sys.executable, "-c", f"{ENDED}print('\\x1b[31m'); logging.warning('\\x9b')"]
     done = subprocess.run(command, stdout=end, stderr=subprocess.PIPE, text=True)
     shown = os.read(terminal, 1000).decode()
     os.close(terminal)

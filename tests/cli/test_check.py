@@ -53,12 +53,12 @@ def test_the_prompt_of_every_row_is_written(capsys, model):
     assert "prompt.template: UndefinedError: 'dict object' has no attribute 'hint'" in out
 
 
-# Above the limit, on long texts only. On a busy machine a parser waits for a processor, which is
-# not its fault.
+# Above the limit, on one hostile text only. On a busy machine a parser waits for a processor, which
+# is not its fault.
 LETTER = "return text if len(text) == 1 else None"
-WAITING = f"time.sleep(0.06 * (len(text) > 1000)); {LETTER}"
+WAITING = f"time.sleep(0.06 * text.startswith('aaa')); {LETTER}"
 SLOW = (
-    "end = time.process_time() + 0.06 * (len(text) > 1000); "
+    "end = time.process_time() + 0.06 * text.startswith('aaa'); "
     f"[_ for _ in iter(lambda: time.process_time() < end, False)]; {LETTER}"
 )
 
@@ -100,11 +100,11 @@ def test_gold_answers_that_no_completion_can_write_are_an_error():
         list(soundness.check_task(task, examples))
 
 
-def test_a_reward_that_hangs_is_named(capsys, counting_data, write_letters, monkeypatch):
+def test_a_reward_that_hangs_is_named(capsys, letters_data, write_letters, monkeypatch):
     monkeypatch.setattr(soundness, "REWARD_TIMEOUT", 0.1)
-    task = write_letters("return text", "time.sleep(60)", "return str(answer)")
-    status, _, message = run(capsys, "check", task, "--data", counting_data)
-    assert (status, "right failed on example 'r3'" in message) == (2, True)
+    task = write_letters(right="time.sleep(60)")
+    status, _, message = run(capsys, "check", task, "--data", letters_data)
+    assert (status, "right failed on example 'a'" in message) == (2, True)
     assert "longer than its limit of 0.1 s" in message
 
 
@@ -122,14 +122,10 @@ def test_prompts_are_built_for_a_model(succeed, capsys, write_letters, letters_d
     assert f"{letters_data}:1: example a: its prompt has the text <|im_end|>" in out
 
 
-def test_data_with_one_gold_answer_have_no_second_answer_to_hedge_with():
-    example = Example("a", (), "?", 3)
-    names = build_exploits(load_task("counting"), example, example)
-    assert not any("two answers" in name for name in names)
-
-
-def test_exploits_with_tags_include_untagged_and_repeated_answers():
+def test_exploits_with_tags_hedge_with_another_gold_answer_if_there_is_one():
     first, second = Example("a", (), "?", 3), Example("b", (), "?", 5)
+    names = build_exploits(load_task("counting"), first, first)
+    assert not any("two answers" in name for name in names)
     texts = build_exploits(load_task("counting", tags=True), first, second)
     assert texts["the answer without tags"] == "3"
     assert texts["two tagged answers"] == "<answer>5</answer><answer>3</answer>"

@@ -48,7 +48,8 @@ def test_a_run_is_evaluated_under_the_names_of_the_other_commands(capsys, tmp_pa
     assert [folder for _, folder, _ in calls] == [newest.with_name("step-2"), None, None, newest]
 
 
-def test_the_name_of_a_benchmark_without_rows_says_what_to_give(capsys):
+def test_the_help_names_every_frame_and_a_benchmark_without_rows_what_to_give(capsys, succeed):
+    assert {*FRAMES} <= {*re.findall(r"\w+", succeed("evaluate", "--help"))}
     message = fails(capsys, "evaluate", "refcoco", "model=embedded")
     assert "refcoco is a benchmark" in message
     assert "python -m vlm_grpo.data_scripts.refcoco --out refcoco.jsonl" in message
@@ -104,19 +105,16 @@ def test_a_benchmark_behind_an_address_needs_no_model(capsys, benchmark_calls):
     assert [given[2:] for given in benchmark_calls] == [(None, endpoint)] * 2
 
 
-def test_help_names_every_frame(succeed):
-    assert {*FRAMES} <= {*re.findall(r"\w+", succeed("evaluate", "--help"))}
-
-
 @pytest.fixture
-def score(succeed, counting_data, tmp_path):
-    """A function that scores outputs of the two counting rows; it returns what is printed."""
+def score(succeed, tmp_path):
+    """A function that scores outputs of two counting rows; it returns what is printed."""
+    rows = [{"id": f"r{n}", "question": "How many?", "answer": n} for n in (3, 5)]
+    data = write_jsonl(tmp_path / "data.jsonl", *rows)
 
     def score(first: str, second: str, *flags: str, name: str = "counting") -> str:
         rows = [{"id": "r5", "output": second}, {"id": "r3", "output": first}]
-        given = [name, "--data", counting_data, "--predictions"]
-        given.append(write_jsonl(tmp_path / "out.jsonl", *rows))
-        return succeed("evaluate", *given, *flags)
+        out = write_jsonl(tmp_path / "out.jsonl", *rows)
+        return succeed("evaluate", name, "--data", data, "--predictions", out, *flags)
 
     return score
 

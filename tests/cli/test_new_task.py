@@ -16,22 +16,20 @@ def run_test(test: Path) -> None:
     assert "5 passed" in run_python("-m", "pytest", *options, test, folder=test.parent)
 
 
-def test_the_next_commands_are_printed(succeed, tmp_path):
-    out = succeed("new-task", "clock", "--out", tmp_path)
-    assert f"vlm-grpo check {tmp_path / 'clock.py'} --data" in out
-    command = out.partition("vlm-grpo train ")[2].replace("\\\n", " ")
-    recipe, *overrides = shlex.split(command)
+def test_the_task_loads_passes_its_test_and_is_sound_and_the_next_commands_are_printed(
+    tmp_path, succeed
+):
+    file = tmp_path / "tasks/read_clock.py"
+    out = succeed("new-task", "read_clock", "--out", file.parent)
+    assert f"vlm-grpo check {file} --data" in out
+    recipe, *overrides = shlex.split(out.partition("vlm-grpo train ")[2].replace("\\\n", " "))
     settings = load_settings(recipe, overrides)  # nothing is missing in it
     assert settings.model == "Qwen/Qwen2.5-VL-3B-Instruct"
-
-
-def test_the_task_loads_passes_its_test_and_is_sound(tmp_path, succeed):
-    file, test = write_task("read_clock", tmp_path / "tasks")
     task = load_task(str(file))
     assert type(task).__name__ == "ReadClock"
     assert task.primary_metric in task.reward_weights()
     assert len(file.read_text().splitlines()) < 60  # short enough to read on one screen
-    run_test(test)  # one gold answer and four wrong texts
+    run_test(file.with_name("test_read_clock.py"))  # one gold answer and four wrong texts
     rows = [{"id": a, "question": "Which color?", "answer": a} for a in ("Blue", "gray")]
     data = write_jsonl(tmp_path / "data.jsonl", *rows)
     assert "ReadClock is sound on this data" in succeed("check", file, "--data", data)

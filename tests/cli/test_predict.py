@@ -21,13 +21,17 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     EXAMPLE.images[0].load().save("a.png")
 
 
-def test_a_box_is_drawn_on_the_image_in_its_original_size(succeed):
+def test_a_box_is_drawn_on_the_image_in_its_original_size_unless_it_is_truncated(succeed):
     given = ["embedded", "--image", "a.png", "--task", "grounding"]
-    out = succeed("predict", *given, "--question", EXAMPLE.question)
+    given += ["--question", EXAMPLE.question]
+    out = succeed("predict", *given)
     assert out.splitlines()[1].startswith("answer   ((")
     with Image.open("a-answer.png") as drawn, Image.open("a.png") as original:
         assert drawn.size == original.size
         assert (220, 38, 127) in {color for _, color in drawn.getcolors() or ()}  # #dc267f
+    out = succeed("predict", *given, "rollout.max_completion_length=2")
+    assert "truncated after 2 tokens: raise rollout.max_completion_length" in out
+    assert "answer   none" in out
 
 
 def test_commands_print_which_checkpoint_a_run_means(finished, succeed):
@@ -50,24 +54,13 @@ def test_an_existing_picture_is_not_overwritten(capsys):
         assert drawn.height > original.height  # without a task, the output stands below it
 
 
-def test_a_question_without_an_image_is_answered_without_a_picture(succeed, capsys):
-    given = ["embedded", "--task", "counting", "--question", "How many red circles are there?"]
-    out = succeed("predict", *given)
-    assert [line.split()[0] for line in out.splitlines()] == ["output", "answer"]
-    assert "--out needs an image" in fails(capsys, "predict", *given, "--out", "b.png")
-
-
-def test_a_prompt_that_shows_options_takes_them_from_an_answer(succeed):
+def test_a_prompt_takes_no_image_or_the_options_of_an_answer(succeed, capsys):
+    given = ["predict", "embedded", "--task", "counting", "--question", "How many circles?"]
+    assert [line.split()[0] for line in succeed(*given).splitlines()] == ["output", "answer"]
+    assert "--out needs an image" in fails(capsys, *given, "--out", "b.png")
     options = '{"options": ["cat", "dog"], "answer": "cat"}'
     given = ["--image", "a.png", "--question", "What?", "--task", "choice", "--answer", options]
     assert "answer   " in succeed("predict", "embedded", *given)
-
-
-def test_a_truncated_output_is_reported(capsys):
-    given = ["embedded", "--image", "a.png", "--task", "grounding", "--question", "the red circle"]
-    _, out, _ = run(capsys, "predict", *given, "rollout.max_completion_length=2")
-    assert "truncated after 2 tokens: raise rollout.max_completion_length" in out
-    assert "answer   none" in out
 
 
 def test_a_model_behind_an_address_answers(capsys):

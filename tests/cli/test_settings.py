@@ -19,8 +19,7 @@ from vlm_grpo.task.registry import task_names
     ],
 )
 def test_a_setting_a_block_or_a_foreign_name_is_explained(succeed, key, expected):
-    out = succeed("settings", key)
-    assert expected in out
+    assert expected in succeed("settings", key)
 
 
 @pytest.mark.parametrize(

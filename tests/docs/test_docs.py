@@ -24,39 +24,34 @@ from vlm_grpo.task.registry import load_task, task_names
 KEYS = set(known_keys(Settings))
 BLOCKS = {key.split(".")[0] for key in KEYS if "." in key}
 
-COMPARISON = (ROOT / "docs/comparison.md").read_text("utf-8")
-COMING_FROM = (ROOT / "docs/coming-from.md").read_text("utf-8")
 
+def read(path: str) -> str:
+    return (ROOT / path).read_text("utf-8")
+
+
+COMPARISON, COMING_FROM = read("docs/comparison.md"), read("docs/coming-from.md")
 guides = pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.name)
 
 
-@pytest.mark.parametrize(("name", "most"), [("clock", 59), ("loop", 100)])
-def test_an_example_is_short(name, most):
-    assert len((ROOT / f"docs/examples/{name}.py").read_text("utf-8").splitlines()) <= most
+def test_the_examples_are_short():
+    assert len(read("docs/examples/clock.py").splitlines()) < 60
+    assert len(read("docs/examples/loop.py").splitlines()) <= 100
 
 
-def test_numbers_of_converters_and_benchmarks_are_those_of_the_files():
-    sources = (ROOT / "docs/benchmarks.md").read_text("utf-8").split("### ")
-    (table,) = [part for part in sources if part.startswith("Sources\n")]
+def test_the_numbers_and_the_cards_of_the_readme_are_those_of_the_files_and_plans():
+    (table,) = [t for t in read("docs/benchmarks.md").split("### ") if t.startswith("Sources\n")]
     converters = len(re.findall(r"^\| `\w+` \|", table, re.MULTILINE))
     benchmarks = len(list(ROOT.glob("configs/benchmarks/*.yaml")))
-    readme = (ROOT / "README.md").read_text("utf-8")
-    assert f"{converters} dataset converters and {benchmarks} benchmarks" in readme
-    data = (ROOT / "docs/your-own-data.md").read_text("utf-8")
-    assert f"lists {converters} converters" in data
-
-
-def test_the_cards_of_the_readme_are_those_of_the_plans():
-    def read_rows(path: str) -> list[list[str]]:
-        lines = (ROOT / path).read_text("utf-8").splitlines()
-        return [line.strip("| ").split(" | ") for line in lines if "B-" in line and line[0] == "|"]
-
-    smallest = {(row[0], row[1]): row[-1] for row in read_rows("docs/planning.md")}
-    kinds = ("LoRA, 4 bits", "LoRA", "full")
-    rows = read_rows("README.md")
+    assert f"{converters} dataset converters and {benchmarks} benchmarks" in read("README.md")
+    assert f"lists {converters} converters" in read("docs/your-own-data.md")
+    planned, rows = (
+        [line.strip("| ").split(" | ") for line in lines if "B-" in line and line[0] == "|"]
+        for lines in (read("docs/planning.md").splitlines(), read("README.md").splitlines())
+    )
+    smallest = {(row[0], row[1]): row[-1] for row in planned}
     assert len(rows) >= 5
     for model, *cards in rows:
-        assert cards == [smallest[model, kind] for kind in kinds]
+        assert cards == [smallest[model, kind] for kind in ("LoRA, 4 bits", "LoRA", "full")]
 
 
 @guides
@@ -65,7 +60,7 @@ def test_what_a_guide_names_exists(guide):
     known = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
     named = re.findall(r"(?:^|`|cli )(?:vlm-grpo) ([a-z][a-z-]*)", text, re.MULTILINE)
     assert set(named) <= known
-    targets = re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    targets = re.findall(r"^([a-z][a-z-]*):", read("Makefile"), re.MULTILINE)
     assert set(re.findall(r"`make ([a-z]+)`", text)) <= set(targets)
     assert {*re.findall(r"vlm-grpo train ([a-z0-9_]+)(?=[\s`])", text)} <= {*recipe_names()}
     files = re.findall(r"--config_file (configs/\S+)|`(tests/[\w/]+\.py)`", text)
@@ -78,9 +73,8 @@ def test_what_a_guide_names_exists(guide):
 
 
 def test_each_task_has_a_recipe_of_three_or_four_billion_parameters():
-    text = (ROOT / "docs/choosing-settings.md").read_text("utf-8")
-    table = text.partition("## A recipe for each")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| `([a-z_]+)` \| (.*?) \|", table, re.MULTILINE)
+    table = read("docs/choosing-settings.md").partition("## A recipe for each")[2]
+    rows = re.findall(r"^\| `([a-z_]+)` \| (.*?) \|", table.partition("\n## ")[0], re.MULTILINE)
     needed = ["data.train=a.jsonl", "data.eval=b.jsonl"]
     judge = ["task_options.address=http://a", "task_options.judge_model=b"]
     for task, recipes in rows:
@@ -117,24 +111,6 @@ def test_commands_have_known_options_settings_and_files(guide):
                 load_settings(words[2], settings)
 
 
-def test_the_script_of_a_cluster_is_valid(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    (script,) = read_blocks(ROOT / "docs/scaling.md", "bash")
-    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
-    (arguments,) = re.findall(r"vlm_grpo\.cli train ([^']+)'", script)
-    recipe, *overrides = arguments.split()
-    load_settings(recipe, overrides)
-
-
-@guides
-def test_recipes_in_yaml_are_valid(guide, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "my_task.py").write_text((ROOT / "docs/examples/clock.py").read_text("utf-8"))
-    for block in read_blocks(guide, "yaml"):
-        if "ground_truth:" not in block:  # OmniDocBench's
-            load_settings("counting", yaml.safe_load(block))
-
-
 def test_rows_of_the_guides_are_read(tmp_path):
     names = ("README", "docs/your-own-data", "docs/your-own-task")
     blocks = [block for name in names for block in read_blocks(ROOT / f"{name}.md", "json")]
@@ -149,7 +125,12 @@ def test_rows_of_the_guides_are_read(tmp_path):
 
 
 @guides
-def test_settings_exist(guide):
+def test_settings_exist_and_recipes_in_yaml_are_valid(guide, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_files(tmp_path, {"my_task.py": read("docs/examples/clock.py")})
+    for block in read_blocks(guide, "yaml"):
+        if "ground_truth:" not in block:  # OmniDocBench's
+            load_settings("counting", yaml.safe_load(block))
     text = guide.read_text("utf-8")
     if guide.name == "coming-from.md":  # its tables' first column holds other projects' names
         text = re.sub(r"^\| `[^|]+", "", text, flags=re.MULTILINE)
@@ -166,8 +147,13 @@ def test_settings_exist(guide):
     assert not wrong
 
 
-def test_equivalents_of_other_trainers_settings_are_valid(monkeypatch):
+def test_the_script_of_a_cluster_and_equivalents_of_other_trainers_settings_are_valid(monkeypatch):
     monkeypatch.chdir(ROOT)
+    (script,) = read_blocks(ROOT / "docs/scaling.md", "bash")
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    (arguments,) = re.findall(r"vlm_grpo\.cli train ([^']+)'", script)
+    recipe, *overrides = arguments.split()
+    load_settings(recipe, overrides)
     text = COMING_FROM.partition("\n## Score")[0]
     trainers = ["TRL's GRPOConfig", "VLM-R1", "EasyR1", "ms-swift", "Unsloth"]
     assert re.findall(r"^## (.+)$", text, re.MULTILINE) == trainers
@@ -202,26 +188,22 @@ def read_program_texts() -> str:
                 texts.append("".join(map(str, parts)))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 texts.append(node.value)
-    rows = yaml.safe_load((ROOT / "vlm_grpo/config/combinations.yaml").read_text("utf-8"))
+    rows = yaml.safe_load(read("vlm_grpo/config/combinations.yaml"))
     texts += [row["say"] for group in rows.values() for row in group]
     return "\n".join(map(flatten, texts))
 
 
-def test_the_page_of_symptoms_quotes_every_alarm_and_only_what_the_program_says():
-    page = (ROOT / "docs/symptoms.md").read_text("utf-8")
+def test_the_page_of_symptoms_lists_its_sections_and_quotes_alarms_and_what_the_program_says():
+    """Every alarm, and no more than that."""
+    page = read("docs/symptoms.md")
     quotes = {flatten(q.replace("\n>", " ")[2:]) for q in re.findall(r"(?:^> .*\n)+", page, re.M)}
-    table = (ROOT / "vlm_grpo/report/alarms.yaml").read_text("utf-8")
     alarms = {
         flatten(f"{name}: {alarm['message']}; {alarm['remedy']}")
-        for name, alarm in yaml.safe_load(table).items()
+        for name, alarm in yaml.safe_load(read("vlm_grpo/report/alarms.yaml")).items()
     }
     assert alarms <= quotes  # a section of docs/symptoms.md for each
     known = read_program_texts()
     assert not [quote for quote in quotes - alarms if quote not in known]
-
-
-def test_the_page_of_symptoms_lists_its_sections():
-    page = (ROOT / "docs/symptoms.md").read_text("utf-8")
     head, *sections = re.split(r"^## ", page, flags=re.MULTILINE)
     titles = [section.partition("\n")[0] for section in sections]
     anchors = [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles]
@@ -230,8 +212,7 @@ def test_the_page_of_symptoms_lists_its_sections():
 
 def test_the_settings_of_each_paper_are_valid_and_its_tests_exist(monkeypatch):
     monkeypatch.chdir(ROOT)
-    text = (ROOT / "docs/papers.md").read_text("utf-8")
-    for section in re.split(r"^### ", text, flags=re.MULTILINE)[1:]:
+    for section in re.split(r"^### ", read("docs/papers.md"), flags=re.MULTILINE)[1:]:
         title = section.partition("\n")[0]
         blocks = re.findall(r"^```\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
         tests = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", section)
@@ -241,7 +222,7 @@ def test_the_settings_of_each_paper_are_valid_and_its_tests_exist(monkeypatch):
             recipe, *overrides = shlex.split(block)
             load_settings({"RECIPE": "counting"}.get(recipe, recipe), overrides)
         for file, name in tests:
-            assert f"def {name}(" in (ROOT / file).read_text("utf-8"), (title, name)
+            assert f"def {name}(" in read(file), (title, name)
 
 
 def read_sources(page: str) -> dict[str, tuple[str, str]]:
@@ -251,7 +232,7 @@ def read_sources(page: str) -> dict[str, tuple[str, str]]:
     return {label: (repository, commit) for label, repository, commit in found}
 
 
-def test_every_statement_about_another_trainer_is_a_link_to_its_source():
+def test_every_statement_about_another_trainer_and_each_of_its_names_links_to_its_source():
     commits = set(re.findall(r"\[`([\w./-]+)`\]\(https://\S+\) ([\w.]+) \|", COMPARISON))
     used: list[str] = []
     for question in COMPARISON.partition("\n## Differences")[0].split("\n## ")[1:]:
@@ -263,9 +244,6 @@ def test_every_statement_about_another_trainer_is_a_link_to_its_source():
     assert set(used) == set(sources)
     assert len(used) > 16 * 5 + 13 * 4  # every question, for the trainers and the frameworks
     assert set(sources.values()) == commits
-
-
-def test_every_name_of_another_trainer_has_its_file():
     tables = COMING_FROM.partition("\n## Score")[0]
     rows = [row.split(" | ") for row in re.findall(r"^\| (.*)\|$", tables, re.MULTILINE)]
     rows = [cells for cells in rows if len(cells) == 3]

@@ -54,10 +54,10 @@ RUNS = {
 }
 """Runs that a guide expects; each is a copy of one run."""
 
-FEW_STEPS = "optim.max_steps=2 optim.prompts_per_step=2 evaluation.every=1 data.train_limit=20"
+FEW_STEPS = "optim.max_steps=2 optim.prompts_per_step=2 evaluation.every=2 data.train_limit=20"
 APPENDED = {
     r"make_clocks\.py": "--train 20 --test 8",
-    r"^vlm-grpo train ": f"{FEW_STEPS} optim.warmup_steps=0",
+    r"^vlm-grpo train ": f"{FEW_STEPS} optim.warmup_steps=0 rollout.num_generations=4",
     r"^vlm-grpo sft ": FEW_STEPS,
     r"^vlm-grpo (plan|sample) ": "data.train_limit=20",
     r"warm_start\.steps=": "warm_start.steps=1",
@@ -67,8 +67,8 @@ APPENDED = {
     r"--model Qwen/": "--model embedded",
     r"^vlm-grpo (train|sft) (?!.*eval_share)|evaluate counting": "data.eval_limit=4",
     # These recipes have episodes of several turns, and supervised steps.
-    r"(train|sft) (tiny_words|maze)": "data.eval_limit=1 evaluation.every=2",
-    r"train tiny_words": "rollout.num_generations=4",
+    r"(train|sft) (tiny_words|maze)": "data.eval_limit=1",
+    r"train (tiny_words|maze).*warm_start=null": "rollout.max_completion_length=16",
     r"train maze": "rollout.num_generations=2 task_options.environment.max_turns=3",
     r"(train|sft) (tiny_words|maze)(?!.*warm_start=null)": "warm_start.warmup_steps=0",
     r"train (tiny_words|maze)(?!.*warm_start=null)": "warm_start.steps=1",
@@ -150,15 +150,12 @@ def _write_grounding(folder: str = "") -> None:
         _write_rows(split, "grounding", split, folder)
 
 
-def _save_dataset(name: str, *splits: str) -> None:
-    parts: Any = {split: datasets.Dataset.from_list(_make_table_rows(split)) for split in splits}
-    datasets.DatasetDict(parts).save_to_disk(name)
-
-
 def _write_your_own_data() -> None:
     _write_grounding()
-    _save_dataset("me/my-dataset", "train", "validation")
-    _save_dataset("folder", "train", "test")
+    for name, second in (("me/my-dataset", "validation"), ("folder", "test")):
+        tables = {split: _make_table_rows(split) for split in ("train", second)}
+        parts: Any = {split: datasets.Dataset.from_list(rows) for split, rows in tables.items()}
+        datasets.DatasetDict(parts).save_to_disk(name)
     images = {f"val/{name}.png": data for name, data in IMAGES.items()}
     write_files(Path(), {"annotations/instances_val.json": COCO, **images})
     write_table(Path("train.parquet"), _make_table_rows("train"))
@@ -215,9 +212,9 @@ def _write_outputs() -> None:
 
 
 def _write_photos() -> None:
-    for number in range(8):
-        folder = Path("photos" if number < 4 else "others")
-        write_files(folder, {f"{number}.png": encode_image(photo(number, (168, 168)))})
+    photos = [encode_image(photo(number, (168, 168))) for number in range(8)]
+    for folder, images in (("photos", photos[:4]), ("others", photos[4:])):
+        write_files(Path(folder), {f"{number}.png": image for number, image in enumerate(images)})
 
 
 def _write_tool_model() -> None:
@@ -298,17 +295,14 @@ def mask_numbers(line: str) -> str:
     return re.sub(r"\d[\d.,]*", "#", line)
 
 
-def test_blocks_with_commands_are_marked_as_shell():
+def test_commands_are_in_shell_blocks_and_those_not_run_are_still_in_a_guide():
     for guide in GUIDES:
         blocks = re.findall(r"^```(\w*)\n(.*?)^```", guide.read_text("utf-8"), re.DOTALL | re.M)
         for language, text in blocks:
             if re.search(r"^(vlm-grpo|python|pip|make|accelerate) ", text, re.MULTILINE):
                 assert language == "sh", f"{guide.name}: {text}"
-
-
-def test_commands_not_run_are_still_in_a_guide():
-    lines = "\n".join(line for guide in GUIDES for line in read_commands(guide))
-    assert [p for p in "|".join(NOT_RUN).split("|") if not re.search(p, lines, re.MULTILINE)] == []
+    lines = [line for guide in GUIDES for line in read_commands(guide)]
+    patterns = "|".join(NOT_RUN)
+    assert [p for p in patterns.split("|") if not any(re.search(p, line) for line in lines)] == []
     # A new command that a pattern leaves out, too, is one to look at.
-    skipped = {line for line in lines.splitlines() if re.search("|".join(NOT_RUN), line)}
-    assert len(skipped) == 16
+    assert len({line for line in lines if re.search(patterns, line)}) == 16

@@ -1,6 +1,7 @@
 """The guides and their commands."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,13 @@ def read_commands(guide: Path) -> list[str]:
     return [line for line in lines if line.strip() and not line.startswith("#")]
 
 
-def run_blocks(guide: Path) -> dict[str, Any]:
-    """Run a guide's Python blocks in order, and return the names that they define."""
+def run_blocks(guide: Path, changes: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Run a guide's Python blocks in order, with changes of texts that occur once; return the names
+    that they define."""
     text, names = guide.read_text("utf-8"), dict[str, Any](__name__="__main__")
+    for old, new in (changes or {}).items():
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
     for block in re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
         line = text[: block.start(1)].count("\n")
         exec(compile("\n" * line + block[1], str(guide), "exec"), names)
