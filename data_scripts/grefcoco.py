@@ -12,8 +12,7 @@ from vlm_grpo.errors import UserError
 
 
 @converter(
-    tasks=("segmentation", "grounding"),
-    splits=dict.fromkeys(("val", "testA", "testB", "train")),
+    tasks=("segmentation", "grounding"), splits=dict.fromkeys(("val", "testA", "testB", "train"))
 )
 def convert(request: Request) -> Rows:
     """Yield one row per sentence; its answer has no box where it refers to nothing."""

@@ -38,11 +38,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import (
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2_5_VLProcessor,
-    get_wsd_schedule,
-)
+from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor, get_wsd_schedule
 
 from vlm_grpo.data_scripts import make_shapes, make_words
 from vlm_grpo.data_scripts.make_shapes import KINDS, PAIRS, SIDE

@@ -40,8 +40,7 @@ def _read(truth: str, task: str, kind: str) -> Any | None:
 
 
 @converter(
-    tasks=("math", "ocr", "counting", "grounding", "gui"),
-    splits=dict.fromkeys(("train", "val")),
+    tasks=("math", "ocr", "counting", "grounding", "gui"), splits=dict.fromkeys(("train", "val"))
 )
 def convert(request: Request) -> Rows:
     """Yield the rows of one task, with Vero's domain, to weigh by."""

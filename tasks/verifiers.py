@@ -7,13 +7,7 @@ from typing import Any
 
 from vlm_grpo.environments.clients.sessions import import_extra
 from vlm_grpo.environments.verifiers import Verifiers as Environment
-from vlm_grpo.environments.verifiers import (
-    list_hooks,
-    load_taskset,
-    open_tools,
-    restore_task,
-    run,
-)
+from vlm_grpo.environments.verifiers import list_hooks, load_taskset, open_tools, restore_task, run
 from vlm_grpo.task import Task, metric, reward
 from vlm_grpo.types import Candidate, Example
 

@@ -16,13 +16,7 @@ from typing import Any
 
 from vlm_grpo.task import Task
 from vlm_grpo.task.coordinates import FRACTION, PERMILLE, Box
-from vlm_grpo.task.parsing import (
-    MAX_DIGITS,
-    NUMBER_WORDS,
-    SPECIAL_TOKENS,
-    LabeledBox,
-    parse_boxes,
-)
+from vlm_grpo.task.parsing import MAX_DIGITS, NUMBER_WORDS, SPECIAL_TOKENS, LabeledBox, parse_boxes
 from vlm_grpo.types import Example
 
 Read = Callable[[str, Example, Task], Any | None]

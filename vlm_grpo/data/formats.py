@@ -23,13 +23,7 @@ from vlm_grpo.data.detection import (
     list_images,
     read_json_source,
 )
-from vlm_grpo.data.files import (
-    SPLIT_NAMES,
-    find_metadata,
-    read_csv,
-    read_jsonl,
-    read_metadata,
-)
+from vlm_grpo.data.files import SPLIT_NAMES, find_metadata, read_csv, read_jsonl, read_metadata
 from vlm_grpo.data.objects import Rows
 from vlm_grpo.data.rows import Row, select_valid
 from vlm_grpo.errors import UserError, nearest

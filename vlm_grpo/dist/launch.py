@@ -5,12 +5,7 @@ import re
 from datetime import timedelta
 
 import torch
-from accelerate import (
-    Accelerator,
-    FullyShardedDataParallelPlugin,
-    ParallelismConfig,
-    PartialState,
-)
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig, PartialState
 from accelerate.utils import DistributedType, parse_flag_from_env
 from torch import distributed
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]

@@ -266,10 +266,7 @@ def evaluate_benchmark(
 
 
 def score_benchmark(
-    name: str,
-    settings: Settings,
-    path: Path,
-    frame: CoordinateFrame | None = None,
+    name: str, settings: Settings, path: Path, frame: CoordinateFrame | None = None
 ) -> Report:
     """Score the outputs of any model as ``evaluate_benchmark``, and print the report.
 

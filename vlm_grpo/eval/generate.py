@@ -81,10 +81,7 @@ def generate_all(
 
 
 def generate_runs(
-    model: EvaluatedModel,
-    task: Task,
-    examples: Sequence[Example],
-    log: PredictionLog | None = None,
+    model: EvaluatedModel, task: Task, examples: Sequence[Example], log: PredictionLog | None = None
 ) -> list[tuple[Task, list[Example], list[Completion]]]:
     """Return the task and what ``generate_all`` returns; then, of the examples that have an
     environment, the same without its tools, from the same seeds."""

@@ -214,10 +214,7 @@ class _Summary(BaseModel):
 
 
 def read_scored(
-    path: Path,
-    seed: int = 0,
-    rows: Iterable[Mapping[str, Any]] | None = None,
-    step: int = 0,
+    path: Path, seed: int = 0, rows: Iterable[Mapping[str, Any]] | None = None, step: int = 0
 ) -> Scored:
     """Read a table, as far as its files can be read: without a summary, the means are the rows'.
 

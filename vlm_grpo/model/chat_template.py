@@ -17,7 +17,7 @@ from vlm_grpo.utils.chat import IMAGE, THINKING_SWITCHES, Role, ThinkingTags, Tu
 from vlm_grpo.utils.sandbox import Sandbox
 
 _SET_BY_RENDERER = {
-    *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
+    *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 }
 """Variables of a template that are no arguments of a user; special tokens are others."""
 _QUESTION, _PROBE = Turn("user", "?"), "Be brief."

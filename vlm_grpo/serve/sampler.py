@@ -28,12 +28,7 @@ from vlm_grpo.serve.prompt_check import check_prompt
 from vlm_grpo.serve.recovery import Recovery
 from vlm_grpo.serve.requests import build_request, read_choices
 from vlm_grpo.serve.server import POLL_SECONDS, Server, ServerProcess, WeightLabel
-from vlm_grpo.serve.weights import (
-    DirectTransfer,
-    FileTransfer,
-    build_transfer,
-    replace_refused,
-)
+from vlm_grpo.serve.weights import DirectTransfer, FileTransfer, build_transfer, replace_refused
 from vlm_grpo.types import Completion, Prompt
 from vlm_grpo.utils.http_json import ServiceError
 

@@ -41,10 +41,7 @@ PREPROCESSOR = "preprocessor_config.json"
 
 
 def export(
-    run: str | Path,
-    out: str | Path,
-    weights: ExportedWeights = "merged",
-    dtype: str | None = None,
+    run: str | Path, out: str | Path, weights: ExportedWeights = "merged", dtype: str | None = None
 ) -> Path:
     """Write a checkpoint as a model folder, completely or not at all.
 

@@ -25,12 +25,7 @@ from vlm_grpo.serve.sampler import VllmSampler
 from vlm_grpo.task import Task
 from vlm_grpo.task.episodes import EnvironmentRunner
 from vlm_grpo.task.scorer import FailureGuard
-from vlm_grpo.training.batch import (
-    Rollout,
-    estimate_cost,
-    has_spread,
-    score_groups,
-)
+from vlm_grpo.training.batch import Rollout, estimate_cost, has_spread, score_groups
 from vlm_grpo.training.methods import Groups, Method, overrides
 from vlm_grpo.training.out_of_memory import TokenBudget, is_out_of_memory
 from vlm_grpo.training.prompt_loader import PromptLoader

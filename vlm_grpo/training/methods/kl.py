@@ -44,8 +44,4 @@ class ReferenceKL(Method):
             return {"reference_logprobs": reference}
         estimate, policy = KL_ESTIMATORS[self.own.kl_estimator], passes.score().logprobs
         penalties = self.own.beta * estimate(policy.cpu(), reference.cpu())
-        return {
-            "reference_logprobs": reference,
-            "penalties": penalties,
-            "old_logprobs": policy,
-        }
+        return {"reference_logprobs": reference, "penalties": penalties, "old_logprobs": policy}
