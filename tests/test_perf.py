@@ -105,11 +105,12 @@ def test_a_step_that_runs_out_of_memory_is_a_result(perf):
 
 def test_a_part_that_takes_too_long_ends_with_all_its_processes(perf, tmp_path, monkeypatch):
     wait, (read, write) = subprocess.Popen.wait, os.pipe()
+    reader = os.fdopen(read, "rb")
 
     def wait_for_worker(process: Any, seconds: float | None = None) -> int:
         if seconds is None:
             return wait(process)
-        assert os.read(read, 100) == b"worker\n"
+        assert reader.readline() == b"worker\n"
         return wait(process, 0.01 * seconds)
 
     monkeypatch.setattr(subprocess.Popen, "wait", wait_for_worker)
@@ -118,9 +119,9 @@ def test_a_part_that_takes_too_long_ends_with_all_its_processes(perf, tmp_path, 
     with os.fdopen(write, "w") as output:
         assert not perf("gpu").run_process(["-c", part], output, 1, str(tmp_path))
     # The pipe ends with the last process that can write to it.
-    assert select.select([read], [], [], 10)[0]
-    assert os.read(read, 100) == b""
-    os.close(read)
+    assert select.select([reader], [], [], 10)[0]
+    with reader:
+        assert reader.read() == b""
 
 
 def test_attention_without_varlen_needs_no_kernel_of_a_cpu(perf, monkeypatch):
