@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torchvision.ops import box_iou, generalized_box_iou
 
 from vlm_grpo.task import scores
-from vlm_grpo.task.repetition import repeated_share
 from vlm_grpo.task.scores import Box, coco_average_precision, error_rate, f1, iou, matched_mean
 
 # Few letters, so that most distances lie between the extremes.
@@ -92,15 +91,3 @@ def test_coco_average_precision_of_special_cases(capsys):
     assert coco_average_precision([[half, far]], [[far]])["ap"] == pytest.approx(0.5)
     assert coco_average_precision([[half, far]], [[far]], [[half]])["ap"] == pytest.approx(1.0)
     assert capsys.readouterr().out == ""  # the table of pycocotools is not printed
-
-
-def test_repeated_share():
-    for text, share in (
-        ("", 0.0),
-        ("one two three four five six", 0.0),  # a single 6-gram
-        ("a " * 105, 0.99),  # 100 equal 6-grams
-        ("你好世界" * 3, 3 / 7),  # 12 characters with 7 6-grams, 4 of them distinct
-        ('[{"bbox_2d": [1, 2, 3, 4]}, {"bbox_2d": [5, 6, 7, 8]}]', 0.0),
-        ("no no no", 0.0),  # shorter than an n-gram
-    ):
-        assert repeated_share(text) == pytest.approx(share)

@@ -13,7 +13,6 @@ from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.model.engine.batch import find_trunks, pack
 from vlm_grpo.training import batch as batches
 from vlm_grpo.training.batch import Rollout, StepAdvantages, StepBatch, has_spread
-from vlm_grpo.training.out_of_memory import TokenBudget
 from vlm_grpo.training.speed import GIB, memory_metrics
 from vlm_grpo.training.update import pack_step
 from vlm_grpo.types import Group
@@ -124,17 +123,6 @@ def test_a_group_has_spread_if_its_advantages_are_not_zero():
     each = ObjectiveSettings(normalize_each_reward=True)
     assert has_spread(swapped, weights, each)
     assert not has_spread(make_group({"a": 1.0, "b": 0.0}, {"a": 1.0, "b": 0.0}), weights, each)
-
-
-def test_a_budget_is_halved_from_what_was_used(caplog):
-    budget = TokenBudget(1000, "optim.max_tokens_per_batch")
-    budget.halve(used=300)
-    assert budget.tokens == 150
-    assert "set optim.max_tokens_per_batch=150 to start with this value" in caplog.text
-    budget.halve(used=300)  # more than the budget: a single completion
-    assert budget.tokens == 75
-    budget.halve(used=75, minimum=60)
-    assert budget.tokens == 60
 
 
 def test_resident_memory_is_in_gib():

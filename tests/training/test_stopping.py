@@ -1,4 +1,4 @@
-"""Stopping a run with real signals and at its time limit."""
+"""Stopping a run with real signals, at its time limit, and after skipped updates."""
 
 import os
 import signal
@@ -7,16 +7,19 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import forked
 import pytest
+import torch
 from processes import wait_for
-from small_runs import small_run
+from small_runs import make_trainer, small_run
 
 from vlm_grpo.cli import main
-from vlm_grpo.errors import Stopped
+from vlm_grpo.errors import Stopped, UserError
+from vlm_grpo.model.engine.logprobs import TokenScores
 from vlm_grpo.model.resolve import list_checkpoints
-from vlm_grpo.training.stopping import StepInterrupted, StopRequest
+from vlm_grpo.training.stopping import MAX_NONFINITE_STEPS, StepInterrupted, StopRequest
 from vlm_grpo.training.trainer import train
 
 
@@ -117,3 +120,36 @@ def test_a_signal_names_the_work_that_it_waits_for(capsys):
         request.signal = signal.SIGTERM
         with pytest.raises(StepInterrupted):
             request.check()
+
+
+def test_only_consecutive_steps_end_the_run_and_a_series_is_reported_once(settings, monkeypatch):
+    trainer, found = make_trainer(settings(optim={"max_steps": 1})), []
+    one_less = [True] * (MAX_NONFINITE_STEPS - 1)
+    update, flags = trainer.updater.update, iter([*one_less, False, *one_less, True])
+    changed = lambda batch: {**update(batch), "skipped_updates": next(flags)}  # noqa: E731
+    monkeypatch.setattr(trainer.updater, "update", changed)
+    warn = "vlm_grpo.training.stopping.logger.warning"
+    monkeypatch.setattr(warn, lambda _, step: found.append(step))
+    for _ in range(2 * MAX_NONFINITE_STEPS - 1):
+        trainer.step()
+    assert found == [0, MAX_NONFINITE_STEPS]
+    with pytest.raises(UserError, match=r"in 5 consecutive steps.*step 9, are in .*samples"):
+        trainer.step()
+
+
+def test_a_run_skips_updates_that_are_not_finite_and_keeps_the_completions_that_ended_it(
+    settings, monkeypatch
+):
+    run = settings(optim={"max_steps": 20}, logging={"samples_every": 0})
+    trainer = make_trainer(run)
+    before = {n: w.detach().clone() for n, w in trainer.policy.trainable_parameters()}
+    score = trainer.policy.score
+
+    def score_infinite(*args: Any) -> TokenScores:
+        return TokenScores(score(*args).logprobs * torch.inf)
+
+    monkeypatch.setattr(trainer.policy, "score", score_infinite)
+    with pytest.raises(UserError, match=r"5 consecutive steps.*optim\.lr"):
+        trainer.run()
+    assert all(torch.equal(w, before[n]) for n, w in trainer.policy.trainable_parameters())
+    assert len(list((run.run_dir / "samples").glob("*.jsonl"))) == MAX_NONFINITE_STEPS

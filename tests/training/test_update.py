@@ -35,7 +35,6 @@ from vlm_grpo.training.methods import build_methods
 from vlm_grpo.training.objective.batch import MetricAccumulator, StepTotals
 from vlm_grpo.training.objective.losses import completion_weights
 from vlm_grpo.training.out_of_memory import TokenBudget
-from vlm_grpo.training.stopping import MAX_NONFINITE_STEPS
 from vlm_grpo.training.trainer import Trainer
 from vlm_grpo.training.update import Updater, build_updater, pack_step
 
@@ -411,36 +410,3 @@ def test_log_probs_that_a_method_scored_replace_those_of_sampled_groups_alone():
     old = Updater._start_old(own, batch)  # type: ignore[arg-type]  # noqa: SLF001
     assert old is not None
     assert old.tolist() == [-9, -9, -3]
-
-
-def test_only_consecutive_steps_end_the_run_and_a_series_is_reported_once(settings, monkeypatch):
-    trainer, found = make_trainer(settings(optim={"max_steps": 1})), []
-    one_less = [True] * (MAX_NONFINITE_STEPS - 1)
-    update, flags = trainer.updater.update, iter([*one_less, False, *one_less, True])
-    changed = lambda batch: {**update(batch), "skipped_updates": next(flags)}  # noqa: E731
-    monkeypatch.setattr(trainer.updater, "update", changed)
-    warn = "vlm_grpo.training.stopping.logger.warning"
-    monkeypatch.setattr(warn, lambda _, step: found.append(step))
-    for _ in range(2 * MAX_NONFINITE_STEPS - 1):
-        trainer.step()
-    assert found == [0, MAX_NONFINITE_STEPS]
-    with pytest.raises(UserError, match=r"in 5 consecutive steps.*step 9, are in .*samples"):
-        trainer.step()
-
-
-def test_a_run_skips_updates_that_are_not_finite_and_keeps_the_completions_that_ended_it(
-    settings, monkeypatch
-):
-    run = settings(optim={"max_steps": 20}, logging={"samples_every": 0})
-    trainer = make_trainer(run)
-    before = {n: w.detach().clone() for n, w in trainer.policy.trainable_parameters()}
-    score = trainer.policy.score
-
-    def score_infinite(*args: Any) -> TokenScores:
-        return TokenScores(score(*args).logprobs * torch.inf)
-
-    monkeypatch.setattr(trainer.policy, "score", score_infinite)
-    with pytest.raises(UserError, match=r"5 consecutive steps.*optim\.lr"):
-        trainer.run()
-    assert all(torch.equal(w, before[n]) for n, w in trainer.policy.trainable_parameters())
-    assert len(list((run.run_dir / "samples").glob("*.jsonl"))) == MAX_NONFINITE_STEPS

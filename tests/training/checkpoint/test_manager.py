@@ -14,7 +14,6 @@ from small_runs import LORA, assert_same_run, load_weights, make_trainer
 
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.policy import load_policy
-from vlm_grpo.training.checkpoint.disk_space import check_disk, estimate_bytes
 from vlm_grpo.training.checkpoint.manager import get_rng_states
 from vlm_grpo.training.trainer import train
 
@@ -61,30 +60,6 @@ def test_bfloat16_weights_with_8_bit_moments_resume_bit_for_bit(settings):
     assert_same_run(whole.run_dir, resumed.run_dir)
     with pytest.raises(UserError, match=r'optim.name was "adamw_8bit" and is now "adamw"'):
         train(settings(**{**changes, "name": "resumed", "resume": True, "optim": {}}))
-
-
-@pytest.mark.parametrize("policy", [{}, LORA])
-def test_a_disk_without_room_for_a_checkpoint_ends_a_run_before_it_begins(
-    settings, policy, monkeypatch, caplog
-):
-    reference = {"beta": 0.1, "reference_refresh_every": 2}
-    run = settings(policy=policy, objective=reference, **ONE_STEP)
-    trainer, free = make_trainer(run), [1]
-    usage = "vlm_grpo.training.checkpoint.disk_space.shutil.disk_usage"
-    monkeypatch.setattr(usage, lambda _: SimpleNamespace(free=free[0]))
-    with pytest.raises(UserError, match=r"takes about .* GB, and the disk of .* make room, or set"):
-        trainer.run()
-    assert not run.run_dir.exists()
-    estimate = estimate_bytes(run, trainer.updater)
-    for number, is_warned in ((3, False), (2, True)):  # keep_last=2, and the one being written
-        free[0] = number * estimate
-        check_disk(run, trainer.updater)
-        assert ("less than the 3 that checkpoint.keep_last=2 needs" in caplog.text) == is_warned
-    folder = trainer.run().checkpoint
-    files = [file for file in folder.glob("*.safetensors") if file.stem != "examples"]
-    assert len(files) == 3  # weights, optimizer and reference, whose headers are not counted
-    headers = sum(8 + int.from_bytes(file.read_bytes()[:8], "little") for file in files)
-    assert estimate == sum(file.stat().st_size for file in files) - headers
 
 
 def test_each_rank_and_each_budget_gets_its_own_state_back(settings, monkeypatch):
