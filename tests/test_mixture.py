@@ -65,7 +65,7 @@ def name_rewards(group: Any, source: str) -> Any:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Settings:
-    """Settings of a finished run of two sources, one of which has tags, and is evaluated twice."""
+    """Train on two sources, one of them with tags, evaluate twice, and return the settings."""
     folder = tmp_path_factory.mktemp("mixture")
     words = {"source": "embedded:ocr", "task": str(folder / "letters.py")}
     sources = [

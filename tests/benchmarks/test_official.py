@@ -195,7 +195,7 @@ def test_a_choice_is_read_as_the_scripts_do():
     ):
         found = [read(output, example, load_task("hr_bench_4k")) for read in readers]
         assert found == expected, output
-    # The letter of a word is told from a letter.
+    # A letter may be the beginning of a word.
     outputs = ["Based on it", " (Bird)", "(B) bird", "B", "B. As", "<answer>Box</answer>", "12"]
     assert [begins_word(output) for output in outputs] == [True, True, *[False] * 3, True, False]
 

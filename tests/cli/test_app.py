@@ -142,7 +142,7 @@ def test_debug_anywhere_shows_the_traceback(capsys, words):
 ENDED = """import logging, sys; from vlm_grpo.cli import app
 try: app.main(['--version'])
 except SystemExit: """
-"""A program that goes on with a statement."""
+"""A program that prints the version and then runs the statement that is appended."""
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])

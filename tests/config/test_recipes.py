@@ -87,7 +87,12 @@ def test_a_block_without_a_value_is_completed_from_python(tmp_path, values):
     [
         ({}, {"max_steps": 5}, 5, FIVE),
         ({"optim.max_steps": 5}, {}, 5, FIVE),
-        ({"warm_start.steps": 2}, {"max_steps": 5}, 3, f"the 3 steps of {FIVE} after those of wa"),
+        (
+            {"warm_start.steps": 2},
+            {"max_steps": 5},
+            3,
+            f"the 3 steps of {FIVE} after those of warm_start",
+        ),
         ({"optim.max_steps": 30}, {}, 20, ""),
         ({}, {}, 20, ""),
     ],

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
-from dataset_files import check_bad_row, load, png, write_files, write_rows
+from dataset_files import check_bad_row, get_load_error, load, png, write_files, write_rows
 from hypothesis import given
 from hypothesis import strategies as st
 from video_files import make_video
@@ -54,6 +54,12 @@ def test_chats_are_read_without_conversion(folder, case):
 def test_a_broken_chat_is_refused_with_its_line(folder, name):
     case = CHATS["broken"][name]
     check_bad_row(folder, put_urls(case["row"]), case["reason"])
+
+
+def test_a_box_of_two_numbers_is_refused_by_the_task(folder):
+    row = {"messages": [{"role": "user", "content": "Find it."}], "objects": {"bbox": [[5, 3]]}}
+    source = write_rows(folder, {**row, "images": ["a.png"]})
+    assert "box [5, 3] must be four numbers" in get_load_error(source, "grounding")
 
 
 def test_the_last_turn_of_the_assistant_has_the_readings_of_another_toolkit_s_answer(folder):

@@ -101,7 +101,12 @@ SHARDED = {"fsdp_plugin": FullyShardedDataParallelPlugin(**SUPPORTED)}
         ("checkpoint.sharded=true", {}, 1, "sharded=true needs weights sharded by FSDP2"),
         ("rollout.cuda_graphs=true", SHARDED, 1, "cuda_graphs=true is not supported with sharded"),
         ("rollout.torch_compile=true", SHARDED, 1, "torch_compile=true is not supported with sh"),
-        ("optim.prompts_per_step=2", {}, 3, "step=2 is less than the number of processes, 3"),
+        (
+            "optim.prompts_per_step=2",
+            {},
+            3,
+            "prompts_per_step=2 is less than the number of processes, 3",
+        ),
     ],
 )
 def test_what_a_launch_cannot_do_is_refused(override, plugins, processes, message, monkeypatch):

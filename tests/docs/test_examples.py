@@ -64,8 +64,12 @@ PRINTED = {
 """Texts that a notebook prints."""
 
 
+def test_every_notebook_is_run():
+    assert {path.stem for path in EXAMPLES.glob("*.ipynb")} == set(PRINTED)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [path.stem for path in sorted(EXAMPLES.glob("*.ipynb"))])
+@pytest.mark.parametrize("name", PRINTED)
 def test_a_notebook_runs_and_shows_its_results(name, tmp_path):
     given = (EXAMPLES / f"{name}.ipynb", tmp_path, CHANGES.get(name, {}))
     process = forked.start(log := tmp_path / "log", run_notebook, *given, STEPS="2")

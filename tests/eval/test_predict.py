@@ -64,11 +64,10 @@ def test_a_prediction_equals_the_evaluation_of_the_example(name):
 def test_what_is_not_an_image_or_a_question_is_named_before_the_model_is_loaded():
     predictor = Predictor("embedded", "counting", ["data.video.max_frames=2"])
     wrong: tuple[Any, ...] = (None, np.zeros((9, 9, 3)), io.BytesIO())
+    message = "^an image must be a path, encoded bytes or a PIL"
     for given in wrong:
         for images in (given, [given]):
-            with pytest.raises(
-                UserError, match=r"^an image must be a path, encoded bytes or a PIL"
-            ):
+            with pytest.raises(UserError, match=message):
                 predictor(images, "How many?")
         with pytest.raises(UserError, match=r"^question must be text, not "):
             predictor(Image.new("RGB", (64, 64)), given)

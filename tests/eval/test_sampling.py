@@ -45,9 +45,8 @@ def test_the_pass_rate_is_the_mean_primary_metric_or_the_share_with_the_full_rew
     assert sampling.write_difficulty(found, tmp_path / "d.jsonl") == [0.75, 0.0, 0.25]
     row = {"id": "dogs", "pass_rate": 0.75, "samples": 4, "reward": 0.75}
     assert read_rows(tmp_path / "d.jsonl")[0] == row
-    found = make_samples(
-        EXAMPLES[:1], [["3", "3.5", "", "3"]], Distance()
-    )  # its metric is an error
+    # Of a task whose metric is an error.
+    found = make_samples(EXAMPLES[:1], [["3", "3.5", "", "3"]], Distance())
     assert sampling.write_difficulty(found, tmp_path / "d.jsonl") == [0.5]
 
 

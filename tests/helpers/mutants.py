@@ -129,8 +129,8 @@ model/prompts.py: thinking_tags=self.thinking_tags) → thinking_tags=THINK_TAGS
 model/chat_template.py: for turn in turns: → for turn in turns[-1:]:
 serve/chat.py: if turn.role == "user" else turn.text → nothing
 """
-"""Names of mutants: the module, a text and its replacement. Signs, constants and data that pass
-between parts of a step."""
+"""A mutant per line: its module, a text, and the replacement. They change signs, constants, and
+what one part of a step gives to another."""
 
 SWAPS: dict[type[ast.AST], str] = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",

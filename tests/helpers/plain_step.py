@@ -53,9 +53,8 @@ class PlainModel:
             self.teacher = PlainModel(Path(distillation.teacher), alone_settings)
         self.banned = self.processor.tokenizer.convert_tokens_to_ids(list(BANNED))
         self.ends = model.generation_config.eos_token_id
-        self.inputs: dict[
-            Any, Any
-        ] = {}  # of the processor, by a prompt's text, its images and their change
+        # Of the processor, by a prompt's text, its images and their change.
+        self.inputs: dict[Any, Any] = {}
         self.rows: tuple[PlainStep | None, list[_Row]] = (None, [])  # of the last step
 
     @torch.no_grad()

@@ -281,6 +281,16 @@ def test_terms_that_other_settings_add_have_their_bytes():
     assert changes(SHAPE, replace(WORK, head_chunk_tokens=0)) == {"update": logits}
 
 
+def test_attention_of_a_3b_model_has_the_workspace_of_its_kernel():
+    """16 query heads of width 128 share two key heads; G 16, 512 tokens behind 1,336."""
+    text = replace(SHAPE.text, heads=16, key_heads=2, query=2048, key=256)
+    work = replace(
+        WORK, num_prompts=1, num_generations=16, prompt_tokens=1336, completion_tokens=512
+    )
+    found = counts.count_flash_bytes(replace(SHAPE, text=text), work)
+    assert found / 2**30 == pytest.approx(0.45, abs=0.03)  # the audit's figure, by hand
+
+
 def test_each_pass_of_the_rollout_has_its_bytes():
     # 32 patches: 5 pixel values in float32, 10 widths and 2 of the MLP.
     assert _count_encoding_bytes(SHAPE, WORK) == 32 * (4 * 5 + (10 * 4 + 2 * 6) * 2)

@@ -78,9 +78,8 @@ def test_examples_that_do_not_match_are_left_out_and_counted(tmp_path):
     (pair,) = comparison.build_pairs([("a", a), ("b", b)])
     assert (pair["n"], pair["tests"], pair["flips"]) == (0, [], [])
     (tmp_path / "config.yaml").write_text("task: counting\n")
-    assert (
-        comparison.build_pairs([("a", a), ("bare", read_run(tmp_path))]) == []
-    )  # nothing was evaluated
+    bare = read_run(tmp_path)  # nothing was evaluated
+    assert comparison.build_pairs([("a", a), ("bare", bare)]) == []
 
 
 RATES = (1e-6, 1e-5, 1e-5, 1e-4)

@@ -68,9 +68,8 @@ def test_the_console_the_page_charts_and_comparisons_have_the_same_examples_and_
     ]
     # A comparison tests the examples in common, and names both numbers.
     compared = {chart.title: chart.help for chart in build_comparison_charts(runs)}
-    assert compared["Held out: score"].startswith(
-        "Mean of the sources, of 5 to 8 held-out examples"
-    )
+    counted = "Mean of the sources, of 5 to 8 held-out examples"
+    assert compared["Held out: score"].startswith(counted)
     (pair,) = build_pairs(runs)
     test = pair["tests"][0]
     assert (pair["primary"], test["name"], test["n"], pair["n"]) == ("score", "score", 5, 5)

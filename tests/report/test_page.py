@@ -91,10 +91,9 @@ def test_many_runs_are_rows_of_a_table(tmp_path):
 @pytest.mark.parametrize("name", ["absolute_error", "rmse"])
 def test_the_page_and_the_model_card_of_an_error_say_that_lower_is_better(name, tmp_path):
     benchmark = tmp_path / "errors.yaml"
-    splits = f"splits: {{test: {12}}}"
-    benchmark.write_text(f"title: E\ntask: counting\nmetric: {name}\n{splits}\n")
+    benchmark.write_text(f"title: E\ntask: counting\nmetric: {name}\nsplits: {{test: 12}}\n")
     words = ["optim.max_steps=2", "optim.prompts_per_step=2", "optim.warmup_steps=0"]
-    words += ["data.train_limit=20", f"data.eval_limit={12}", f"output_dir={tmp_path}"]
+    words += ["data.train_limit=20", "data.eval_limit=12", f"output_dir={tmp_path}"]
     words.append(f"evaluation.benchmark={benchmark}")
     error_run = train(load_settings("counting", words)).run_dir
     run = read_run(error_run)
@@ -105,7 +104,7 @@ def test_the_page_and_the_model_card_of_an_error_say_that_lower_is_better(name, 
     assert (change.n, change.lower_is_better) == (12, True)
     page = build_report(error_run).read_text("utf-8")
     shown_name = name.replace("_", " ")
-    assert f"{shown_name} on {12} held-out examples; lower is better" in page
+    assert f"{shown_name} on 12 held-out examples; lower is better" in page
     verdict = f" {change.verdict}" if change.verdict else ""
     assert f'<span class="after{verdict}">{change.after:.3f}</span>' in page
     assert 'class="scale"' not in page  # an error is not between 0 and 1

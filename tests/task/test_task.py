@@ -118,6 +118,17 @@ def test_a_prompt_that_is_no_text_is_named(result):
         write_prompt(type("Ends", (Sum,), {"question": ends})(), EXAMPLE)
 
 
+def test_penalties_apply_to_completions_without_an_answer():
+    loop = "never again " * 100  # 1,200 characters, a cycle of 2 words, no answer
+    task = Sum(weights={"length": 1.0, "repetition": 1.0}, length_budget=800)
+    score = task.score(loop, EXAMPLE)
+    assert score.answer is None
+    assert score.rewards["length"] == -0.5  # 1,200 characters are halfway between 800 and 1,600
+    # 200 words have 195 6-grams, two of them different.
+    assert score.rewards["repetition"] == pytest.approx(-193 / 195)
+    assert score.total == pytest.approx(-0.5 - 193 / 195)
+
+
 def test_a_decorator_without_parentheses_is_refused():
     decorators: tuple[Any, ...] = reward, metric
     for decorate in decorators:

@@ -239,10 +239,9 @@ BAD: list[tuple[str, dict[str, Any], Any, str]] = [
 
 @pytest.mark.parametrize(("name", "options", "answer", "reason"), BAD)
 def test_an_invalid_gold_answer_is_an_error(name, options, answer, reason):
+    task = load_task(name, **options)
     with pytest.raises(ValueError, match=reason):
-        load_task(name, **options).check(
-            make_example(answer, CLIP if name == "temporal" else IMAGE)
-        )
+        task.check(make_example(answer, CLIP if name == "temporal" else IMAGE))
 
 
 def test_wrong_options_are_refused():

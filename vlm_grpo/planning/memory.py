@@ -1,8 +1,8 @@
 """Memory of a step in bytes.
 
-What a layer saves for its backward pass is measured (``model_shape.py``), states and caches follow
-from numbers of weights and tokens. A peak adds short-lived tensors, which are estimated: the
-temporaries of one layer or the logits of one chunk.
+The bytes that a layer saves for its backward pass are measured (``model_shape.py``); those of
+states and caches are computed from the numbers of weights and tokens. A peak adds short-lived
+tensors, which are estimated: the temporaries of one layer or the logits of one chunk.
 """
 
 import math

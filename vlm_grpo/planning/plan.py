@@ -480,9 +480,11 @@ class Planner:
 
     def find_largest_group(self, most: int) -> int:
         """Return the largest group that fits, up to ``most``; 0: not even 2 fits."""
-        groups = range(2, most + 1)
-        changed = [with_changes(self.settings, "rollout", num_generations=n) for n in groups]
-        count = bisect_left(changed, True, key=lambda settings: not self.fits(settings))
+
+        def is_too_large(group: int) -> bool:
+            return not self.fits(with_changes(self.settings, "rollout", num_generations=group))
+
+        count = bisect_left(range(2, most + 1), True, key=is_too_large)
         return count + 1 if count else 0
 
     def find_smallest_card(self) -> int | None:

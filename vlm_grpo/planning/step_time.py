@@ -26,7 +26,7 @@ class PhaseCosts:
 
     @property
     def total(self) -> float:
-        return sum(vars(self).values())
+        return self.vision + self.prefill + self.decode + self.update
 
 
 def count_flops(model: ModelShape, work: Workload) -> PhaseCosts:

@@ -26,6 +26,20 @@ def check_attention(output: Tensor, lse: Tensor, query: Tensor, key: Any, value:
     assert (lse - scores.logsumexp(-1)).abs().max() < 1e-12
 
 
+@pytest.mark.parametrize("on_cpu", [True, False])
+@pytest.mark.parametrize("equal", [True, False])
+def test_cached_attention_equals_a_softmax_over_the_visible_keys(on_cpu, equal, monkeypatch):
+    monkeypatch.setattr(kernels, "is_cpu", lambda query: on_cpu)
+    torch.manual_seed(0)
+    query = torch.randn(3, 4, 2, 8, dtype=torch.float64)
+    key, value = torch.randn(2, 3, 7, 2, 8, dtype=torch.float64)
+    lengths = torch.tensor([5, 5, 5] if equal else [5, 1, 4])
+    visible = CachedKeys.build(lengths, 5, equal, key)
+    output, lse = visible(query, key, value, 0.3)
+    for row, length in enumerate(lengths.tolist()):
+        check_attention(output[row], lse[row], query[row], key[row, :length], value[row, :length])
+
+
 @pytest.mark.parametrize("parts", [1, 3])
 def test_one_kernel_sees_parts_of_prompts_and_own_tokens_beside_hidden_slots(parts, monkeypatch):
     use_plain_varlen(monkeypatch)

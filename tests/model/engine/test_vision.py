@@ -6,8 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 from family_policies import read_gradient
+from gpu_standins import use_plain_varlen
 from gradients import relative_distance
 from tiny_models import FAMILIES, make_prompt, noise_example, pack_tokens, tiny_policy
+from torch import Tensor
 
 from vlm_grpo.model.engine import vision as vision_module
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch, pack
@@ -72,3 +74,32 @@ def test_images_are_encoded_in_passes_of_limited_size(monkeypatch):
     images = [{"pixel_values": torch.zeros(patches, 1)} for patches in (3, 3, 3, 7, 2, 4)]
     sizes = [[len(image["pixel_values"]) for image in part] for part in split_passes(images)]
     assert sizes == [[3, 3], [3], [7], [2, 4]]
+
+
+@pytest.mark.parametrize("in_one_kernel", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_encoding_equals_transformers(family, in_one_kernel, monkeypatch):
+    """Images whose windows have many sizes, forward and gradient."""
+    if in_one_kernel:
+        use_plain_varlen(monkeypatch)
+    features, grads = [], []
+    for shared in (True, False):
+        policy = tiny_policy(family, shared, torch.float64)
+        sizes = [(56, 56), (330, 200), (200, 120)]
+        images = policy.family.split_images(make_prompt(policy, noise_example("a", sizes)))
+        if shared:
+            found = policy.family.encode_images(policy.model, images)
+            levels = zip(*((image.embeds, *image.deepstack) for image in found), strict=True)
+            rows = [torch.cat(level) for level in levels]
+        else:
+            inputs = [torch.cat([i[key] for i in images]) for key in images[0]]
+            output = policy.model.model.get_image_features(*inputs, return_dict=True)
+            levels = [output.pooler_output, *getattr(output, "deepstack_features", [])]
+            # transformers 5.17 does not split the later levels by image.
+            rows = [x if isinstance(x, Tensor) else torch.cat(x) for x in levels]
+        features.append(torch.stack(rows))
+        features[-1].sin().sum().backward()
+        tower = policy.model.model.visual.named_parameters()
+        grads.append({name: weight.grad for name, weight in tower})
+    assert (features[0] - features[1]).abs().max() < 1e-12
+    assert relative_distance(*grads) < 1e-12

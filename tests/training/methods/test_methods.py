@@ -114,7 +114,10 @@ POINTS |= {"objective": {"distillation": {"teacher_prompt": "mask", "boxes": "ow
         ({"methods": ["visual_credit"], **REPEATED}, "needs policy.engine=shared"),
         ({"methods": ["counterfactual"], **REPLAY}, "does not work with objective.replay"),
         ({"methods": ["revision"], **REPLAY}, "does not work with objective.replay"),
-        ({"methods": ["revision"], "task": "ocr", **ZOOM}, "no effect on episodes of an environm"),
+        (
+            {"methods": ["revision"], "task": "ocr", **ZOOM},
+            "no effect on episodes of an environment",
+        ),
         ({"methods": ["crop_rollouts"]}, "crop_rollouts has no effect: no training example has"),
         (CROPS | {"objective": {"beta": 0.1}}, "does not work with objective.beta: remove one"),
         (CROPS | {"objective": PAPO}, "does not work with objective.perception: remove one"),

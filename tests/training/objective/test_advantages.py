@@ -49,7 +49,7 @@ def test_rewards_normalized_one_by_one_are_described_by_their_weighted_sums_and_
     rewards = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [0.0, 1.0]], dtype=torch.float64)
     found = advantages.per_reward_advantages(rewards, double(2, 0.5), "aaaa").group_stds
     assert found.tolist() == pytest.approx([double(2, 0.5, 2.5, 0.5).std().item()])
-    # A reward of weight 0 cannot make a completion unscorable.
+    # A completion that lacks only the value of a reward of weight 0 can be scored.
     rewards = torch.tensor([[1.0, NAN], [0.0, 1.0]], dtype=torch.float64)
     assert advantages.per_reward_advantages(rewards, double(1, 0), "aa").unscorable == 0
     half = advantages.per_reward_advantages(rewards, double(1, 1), "aa")

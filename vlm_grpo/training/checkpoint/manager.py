@@ -78,8 +78,11 @@ class CheckpointManager:
         return self.last_saved == state.step
 
     def is_due(self, state: RunState) -> bool:
-        """Return whether to save after a step: the best so far, one that the settings name, the
-        last of a phase, or one that is late on any rank. All ranks must call it."""
+        """Return whether to save after a step. All ranks must call it.
+
+        A step is saved if it is the best so far and the best is kept, every ``checkpoint.every``
+        steps, at the end of a phase, and if the last save of any rank is too long ago.
+        """
         settings, step = self.settings.checkpoint, state.step
         is_best = settings.keep_best and state.best is not None and state.best[1] == step
         is_due = bool(settings.every) and step % settings.every == 0
