@@ -232,6 +232,14 @@ def test_a_model_without_a_place_for_results_is_refused_at_the_start(name):
         prompts.write(noise_example("a", [(56, 28)]), task)
 
 
+def test_results_are_given_as_those_of_a_user_if_the_template_prints_their_parts():
+    parts = "{% for p in m.content %}{{ p.text or 'image' }}{% endfor %}"
+    printed = "{% if m.content is string or m.role == 'tool' %}{{ m.content | string }}"
+    turn = "{{ m.role }}: " + printed + "{% else %}" + parts + "{% endif %}"
+    chat = make_chat("{% for m in messages %}" + turn + "\n{% endfor %}")
+    assert chat.result_form[0] == "user"
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [

@@ -12,6 +12,7 @@ def test_repeated_share():
         ("a " * 105, 0.99),  # 100 equal 6-grams
         ("你好世界" * 3, 3 / 7),  # 12 characters with 7 6-grams, 4 of them distinct
         ('[{"bbox_2d": [1, 2, 3, 4]}, {"bbox_2d": [5, 6, 7, 8]}]', 0.0),
+        ("A b c d e f a B C D E F", 1 / 7),  # letters of both cases are equal
         ("no no no", 0.0),  # shorter than an n-gram
     ):
         assert repeated_share(text) == pytest.approx(share)

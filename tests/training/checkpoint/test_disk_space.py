@@ -28,7 +28,13 @@ def test_a_disk_without_room_for_a_checkpoint_ends_a_run_before_it_begins(
         free[0] = number * estimate
         check_disk(run, trainer.updater)
         assert ("less than the 3 that checkpoint.keep_last=2 needs" in caplog.text) == is_warned
+    best = run.checkpoint.model_copy(update={"keep_best": True})
+    check_disk(run.model_copy(update={"checkpoint": best}), trainer.updater)
+    assert "less than the 4 that" in caplog.text
     folder = trainer.run().checkpoint
+    caplog.clear()
+    check_disk(run, trainer.updater)  # one of the three is there
+    assert not caplog.records
     files = [file for file in folder.glob("*.safetensors") if file.stem != "examples"]
     assert len(files) == 3  # weights, optimizer and reference, whose headers are not counted
     headers = sum(8 + int.from_bytes(file.read_bytes()[:8], "little") for file in files)

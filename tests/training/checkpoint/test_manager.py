@@ -85,3 +85,14 @@ def test_each_rank_and_each_budget_gets_its_own_state_back(settings, monkeypatch
 def draw() -> list[float]:
     normal = random.gauss(0, 1)  # Python and NumPy keep the second value of a pair in their state
     return [normal, random.random(), np.random.randn(), np.random.rand(), float(torch.rand(()))]
+
+
+def test_a_step_is_saved_by_all_ranks_if_the_last_save_of_one_is_too_long_ago(
+    settings, monkeypatch
+):
+    trainer = make_trainer(settings())
+    trainer.global_step = 1
+    assert not trainer.checkpoints.is_due(trainer.state)
+    any_rank = "vlm_grpo.training.checkpoint.manager.any_rank"
+    monkeypatch.setattr(any_rank, lambda accelerator, is_late: not is_late)  # of another rank
+    assert trainer.checkpoints.is_due(trainer.state)
