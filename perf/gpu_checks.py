@@ -30,14 +30,10 @@ from torch import Tensor
 
 from vlm_grpo.model.engine import kernels
 from vlm_grpo.model.engine.attention import PackedAttention
-from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.model.engine.graphs import CudaGraph
 from vlm_grpo.model.engine.kernels import GroupSpan, Layer
-from vlm_grpo.model.engine.sampling import (
-    SamplerState,
-    SamplingDistribution,
-    SamplingSettings,
-)
+from vlm_grpo.model.engine.packing import GroupSlice, MicroBatch
+from vlm_grpo.model.engine.sampling import SamplerState, SamplingDistribution, SamplingSettings
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.types import Group
 

@@ -27,8 +27,8 @@ from vlm_grpo.model.prompts import PromptBuilder, get_context_length
 from vlm_grpo.planning.model_shape import read_model_shape
 from vlm_grpo.planning.step_time import count_step_flops
 from vlm_grpo.task import Task, reward
-from vlm_grpo.training.batch import Rollout, build_slices
 from vlm_grpo.training.speed import profile_step
+from vlm_grpo.training.step_batch import Rollout, build_slices
 from vlm_grpo.training.trainer import Trainer
 from vlm_grpo.types import Example, ImageRef
 

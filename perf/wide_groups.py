@@ -29,8 +29,8 @@ from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.data.loading import load_examples
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.task.registry import load_task
-from vlm_grpo.training import batch as batch_module
-from vlm_grpo.training.batch import StepBatch, compute_advantages
+from vlm_grpo.training import step_batch as batch_module
+from vlm_grpo.training.step_batch import StepBatch, compute_advantages
 from vlm_grpo.training.trainer import Trainer
 from vlm_grpo.training.update import pack_step
 

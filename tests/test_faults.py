@@ -18,7 +18,7 @@ from small_runs import make_trainer, read_metrics, small_run
 
 from vlm_grpo import Settings, UserError, load_settings, train
 from vlm_grpo.data.loading import load_run
-from vlm_grpo.data.stream import ExampleStream
+from vlm_grpo.data.order import ExampleStream
 from vlm_grpo.model.resolve import list_checkpoints
 from vlm_grpo.training.checkpoint.files import verify_checkpoint
 

@@ -9,10 +9,10 @@ from groups import make_group
 from small_runs import read_metrics, save_tiny_model, small_run
 
 from vlm_grpo import Settings, UserError, load_settings, load_task, train
-from vlm_grpo.data.loading import Mixed
+from vlm_grpo.data.mixture import Mixed
 from vlm_grpo.report.run import read_run
-from vlm_grpo.training.batch import Rollout, compute_advantages
 from vlm_grpo.training.checkpoint.resume import check_same_settings, flatten_settings
+from vlm_grpo.training.step_batch import Rollout, compute_advantages
 
 MEMBERS = {"count": load_task("counting"), "read": load_task("ocr")}
 

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from vlm_grpo import Settings, Task, Trainer, load_policy, reward
 from vlm_grpo.config.section import merge
-from vlm_grpo.training.batch import build_slices
 from vlm_grpo.training.methods.distillation import Distillation
 from vlm_grpo.training.methods.revision import is_revised
+from vlm_grpo.training.step_batch import build_slices
 from vlm_grpo.types import Example, Group
 
 LORA = {"policy.lora": {"r": 2, "alpha": 8, "target": ["q_proj", "up_proj"]}}

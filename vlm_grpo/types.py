@@ -159,6 +159,9 @@ class Example:
         return replace(self, images=tuple(replace(image, change=choose(n)) for n, image in pairs))
 
 
+Examples = Sequence[Example]
+
+
 @dataclass(frozen=True)
 class LabeledBoxes:
     """The labeled boxes of one image in a detection dataset, about which a task can ask."""

@@ -10,8 +10,8 @@ from pydantic import Field
 from torch import Tensor
 
 from vlm_grpo.config.methods import MethodSettings
-from vlm_grpo.training.batch import Rollout, Values
 from vlm_grpo.training.methods import Method
+from vlm_grpo.training.step_batch import Rollout, Values
 
 
 class FirstTokensSettings(MethodSettings):

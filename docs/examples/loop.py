@@ -14,16 +14,16 @@ import torch
 
 from vlm_grpo import load_policy, load_settings, load_task
 from vlm_grpo.data.loading import load_examples
-from vlm_grpo.data.stream import ExampleStream
+from vlm_grpo.data.order import ExampleStream
 from vlm_grpo.eval.evaluate import evaluate_model
 from vlm_grpo.eval.models import LocalModel
-from vlm_grpo.model.engine.batch import MicroBatch, pack
+from vlm_grpo.model.engine.packing import MicroBatch, pack
 from vlm_grpo.model.engine.sampling import build_sampling_settings
 from vlm_grpo.task.scorer import RewardScorer
-from vlm_grpo.training.batch import build_slices, score_groups
 from vlm_grpo.training.objective.advantages import group_advantages
-from vlm_grpo.training.objective.batch import StepTotals, TokenBatch
 from vlm_grpo.training.objective.losses import policy_loss
+from vlm_grpo.training.objective.token_batch import StepTotals, TokenBatch
+from vlm_grpo.training.step_batch import build_slices, score_groups
 
 SETTINGS = load_settings("counting")
 PROMPTS, COMPLETIONS, MAX_TOKENS = 32, 8, 16_384

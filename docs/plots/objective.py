@@ -19,9 +19,9 @@ from torch import Tensor
 
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.training.objective.advantages import group_advantages
-from vlm_grpo.training.objective.batch import StepTotals, TokenBatch
 from vlm_grpo.training.objective.kl import KL_ESTIMATORS
 from vlm_grpo.training.objective.losses import policy_loss
+from vlm_grpo.training.objective.token_batch import StepTotals, TokenBatch
 
 FOLDER = Path(__file__).parent
 FIXED_REFERENCE: dict[str, Any] = {"beta": 1.0, "reference_refresh_every": "never"}

@@ -10,7 +10,7 @@ from commands import fails, run, write_jsonl
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.eval import benchmark, evaluate, remote
-from vlm_grpo.serve.chat import Endpoint
+from vlm_grpo.serve.chat_client import Endpoint
 from vlm_grpo.task.coordinates import FRAMES
 
 ROWS = ["--data", "embedded:counting"]

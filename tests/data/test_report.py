@@ -9,7 +9,7 @@ from dataset_files import encode_image, make_row, photo, write_files
 from PIL import Image
 
 from vlm_grpo.config.data import DataSettings
-from vlm_grpo.data.loading import warn_about_shared_images
+from vlm_grpo.data.held_out import warn_about_shared_images
 from vlm_grpo.data.report import DataReport, check_source
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.types import Example, ImageRef, VideoRef

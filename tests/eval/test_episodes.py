@@ -14,7 +14,7 @@ from vlm_grpo.eval.generate import generate_all
 from vlm_grpo.eval.models import LocalModel
 from vlm_grpo.eval.prediction_log import PredictionLog
 from vlm_grpo.eval.scored import read_scored
-from vlm_grpo.serve.chat import Endpoint
+from vlm_grpo.serve.chat_client import Endpoint
 from vlm_grpo.task.scorer import RewardScorer
 
 CALL = '<tool_call>\n{"name": "zoom", "arguments": {"bbox_2d": [0, 0, 40, 40]}}\n'

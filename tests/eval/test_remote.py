@@ -18,7 +18,7 @@ from vlm_grpo.eval.benchmark import evaluate_benchmark
 from vlm_grpo.eval.models import load_evaluated_model
 from vlm_grpo.eval.scored import Scored
 from vlm_grpo.model.loading import load_prompt_builder
-from vlm_grpo.serve.chat import Endpoint
+from vlm_grpo.serve.chat_client import Endpoint
 from vlm_grpo.task.coordinates import FRAMES
 from vlm_grpo.types import Example, ImageRef
 

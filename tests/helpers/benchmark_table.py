@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from vlm_grpo.benchmarks.definition import Benchmark, benchmark_names, load_benchmark
-from vlm_grpo.tasks.graders.official import READERS, describe_reader
+from vlm_grpo.tasks.graders.official_parsers import READERS, describe_reader
 
 GUIDE = (Path(__file__).parents[2] / "docs/benchmarks.md").read_text("utf-8")
 ORDER = re.findall(r"^\| .+? \| `(\w+)` \| `", GUIDE, re.M)

@@ -20,7 +20,7 @@ from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.model.adapters import apply_lora_or_freeze
 from vlm_grpo.model.engine.activations import enable_gradient_checkpointing
 from vlm_grpo.model.engine.attention import use_shared_attention
-from vlm_grpo.model.engine.batch import MicroBatch
+from vlm_grpo.model.engine.packing import MicroBatch
 from vlm_grpo.model.engine.sampling import build_sampling_distribution
 from vlm_grpo.model.families.family import place
 from vlm_grpo.model.families.known import load_family

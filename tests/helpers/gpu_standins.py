@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vlm_grpo.model.engine import kernels
-from vlm_grpo.model.engine.batch import MicroBatch
+from vlm_grpo.model.engine.packing import MicroBatch
 from vlm_grpo.training.memory_probe import MemoryProbe
 from vlm_grpo.training.update import Updater
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from vlm_grpo.config.run import Settings
-from vlm_grpo.data.stream import ExampleStream, build_stream
-from vlm_grpo.training.batch import StepAdvantages
+from vlm_grpo.data.order import ExampleStream, build_stream
 from vlm_grpo.training.objective.advantages import Advantages
-from vlm_grpo.training.objective.batch import TokenBatch
+from vlm_grpo.training.objective.token_batch import TokenBatch
+from vlm_grpo.training.step_batch import StepAdvantages
 from vlm_grpo.types import Completion, Example, Group, Prompt, Score
 
 EXAMPLES = [Example(str(number), (), "?", number) for number in range(20)]

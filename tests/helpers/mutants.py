@@ -47,7 +47,7 @@ SHARES: dict[float, str] = {
         "model/engine/decode_attention model/engine/kv_cache model/engine/linear "
         "model/engine/slot_scheduler training/checkpoint/files"
     ),
-    0.1: "model/chat_template model/engine/shared model/prompts serve/chat",
+    0.1: "model/chat_template model/engine/shared model/prompts serve/chat_client",
     0.12: (
         "model/engine/repeated training/checkpoint/manager training/checkpoint/resume "
         "training/trainer"
@@ -58,12 +58,12 @@ SHARES: dict[float, str] = {
     ),
     0.25: "training/objective/kl training/objective/losses",
     0.3: (
-        "data/messages dist/balance model/engine/batch model/engine/logprobs "
+        "data/messages dist/balance model/engine/packing model/engine/logprobs "
         "model/families/family training/rollout"
     ),
-    0.4: "config/prompt dist/optimizer training/methods/warm_start training/schedule",
-    0.5: "training/methods/kl training/objective/batch training/update utils/chat",
-    0.6: "training/batch",
+    0.4: "config/prompt dist/optimizer training/methods/warm_start training/learning_rate",
+    0.5: "training/methods/kl training/objective/token_batch training/update utils/chat",
+    0.6: "training/step_batch",
     0.7: "dist/strategy",
 }
 TARGETS = {f"{name}.py": share for share, names in SHARES.items() for name in names.split()}
@@ -72,7 +72,7 @@ OTHERS = ("benchmarks", "data_scripts", "docs", "environments", "media", "tasks"
 """Folders of tests that are left out: most of them make no step."""
 
 WRITTEN = """\
-training/batch.py: "advantages": self. → "advantages": -self.
+training/step_batch.py: "advantages": self. → "advantages": -self.
 training/update.py: old if has_ratio else None) → None)
 training/update.py: if number == 0 and old is not None → if old is not None
 training/update.py: if skipped < len(norms): → if True:
@@ -82,10 +82,10 @@ training/objective/losses.py: .sigmoid() * 4 → .sigmoid() * 2
 training/objective/losses.py: vespo_k_pos, settings.vespo_k_neg → vespo_k_neg, settings.vespo_k_pos
 training/objective/losses.py: inputs.surrogate is vespo_loss → False
 training/objective/losses.py: policy = kept / completions → policy = kept / tokens
-training/batch.py: logprobs=scores.logprobs, → logprobs=torch.cat([torch.cat([part[:-1], \
+training/step_batch.py: logprobs=scores.logprobs, → logprobs=torch.cat([torch.cat([part[:-1], \
 part[-1:].detach()]) for part in scores.logprobs.split(given["lengths"].tolist())]),
-training/batch.py: values[index]) if → values[index.flip(0)]) if
-training/batch.py: entropies=scores.entropies → entropies=None
+training/step_batch.py: values[index]) if → values[index.flip(0)]) if
+training/step_batch.py: entropies=scores.entropies → entropies=None
 training/methods/kl.py: self.snapshot.move() → pass
 training/methods/kl.py: done == 0 < rollout.step or → nothing
 training/methods/warm_start.py: self.run.strategy.optimizer.state.clear() → pass
@@ -95,19 +95,19 @@ training/methods/warm_start.py: (*before, *own, self.end) → (self.end, *before
 training/update.py: / max(totals.active_tokens, 1)} → / max(len(lengths), 1)}
 training/update.py: signal = torch.stack( → torch.stack(
 training/objective/advantages.py: .flip(0).cumsum(0).flip(0) → .cumsum(0)
-training/schedule.py: else rate(step - first) → else rate(step)
-training/schedule.py: supervised(step) if settings.is_supervised(step) else  → nothing
+training/learning_rate.py: else rate(step - first) → else rate(step)
+training/learning_rate.py: supervised(step) if settings.is_supervised(step) else  → nothing
 training/methods/kl.py: weights=self.snapshot.in_place() → nothing
 training/methods/kl.py: self.own.beta * estimate( → estimate(
-training/batch.py: "length" and objective.mask_truncated_completions → False
+training/step_batch.py: "length" and objective.mask_truncated_completions → False
 training/update.py: (completions, tokens, → (completions, int(lengths.sum()),
 training/update.py: [k and p == part for → [k for
 training/update.py: number % len(batch.mini_batches) → 0
 training/update.py: {name: weight * count for → {name: weight for
 training/update.py: old = score_slices(self.policy → _ = score_slices(self.policy
 dist/balance.py: place * mini_batches // len(every) → place % mini_batches
-training/batch.py: weights.new_tensor([-1.0]) → weights.new_tensor([1.0])
-training/batch.py: rewards @ weights → rewards.sum(1)
+training/step_batch.py: weights.new_tensor([-1.0]) → weights.new_tensor([1.0])
+training/step_batch.py: rewards @ weights → rewards.sum(1)
 training/methods/kl.py: and done % every == 0 → nothing
 training/methods/kl.py: done % every == 0 → done == 0
 dist/strategy.py: self.max_norm) → math.inf)
@@ -127,7 +127,7 @@ model/chat_template.py: is_open = text.rstrip() → is_open = text
 model/chat_template.py: **special, **arguments, **given → **special, **given
 model/prompts.py: thinking_tags=self.thinking_tags) → thinking_tags=THINK_TAGS)
 model/chat_template.py: for turn in turns: → for turn in turns[-1:]:
-serve/chat.py: if turn.role == "user" else turn.text → nothing
+serve/chat_client.py: if turn.role == "user" else turn.text → nothing
 """
 """A mutant per line: its module, a text, and the replacement. They change signs, constants, and
 what one part of a step gives to another."""

@@ -44,7 +44,7 @@ from vlm_grpo.errors import Stopped, UserError
 from vlm_grpo.eval import models
 from vlm_grpo.eval.evaluate import HeldOutEvaluator, evaluate, evaluate_model
 from vlm_grpo.model import prompts
-from vlm_grpo.model.engine.batch import MicroBatch
+from vlm_grpo.model.engine.packing import MicroBatch
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.serve import weights as serve_weights
 from vlm_grpo.serve.server import Server

@@ -4,9 +4,9 @@ import pytest
 import torch
 from recorded import record_calls
 
-from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
+from vlm_grpo.model.engine.packing import GroupSlice, MicroBatch
 from vlm_grpo.model.policy import Policy
-from vlm_grpo.training.batch import Rollout, StepBatch
+from vlm_grpo.training.step_batch import Rollout, StepBatch
 from vlm_grpo.training.trainer import Trainer
 from vlm_grpo.types import Group, Prompt
 

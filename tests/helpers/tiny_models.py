@@ -17,8 +17,8 @@ from vlm_grpo.data_scripts.tiny_vlm import CHAT_TEMPLATE, SPECIAL_TOKENS
 from vlm_grpo.media.images import encode_png
 from vlm_grpo.model.chat_template import ChatTemplate
 from vlm_grpo.model.engine.attention import use_shared_attention
-from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.model.engine.linear import use_fast_linears
+from vlm_grpo.model.engine.packing import GroupSlice, MicroBatch
 from vlm_grpo.model.engine.sampling import SamplingDistribution, SamplingSettings
 from vlm_grpo.model.families.known import load_family
 from vlm_grpo.model.loading import LoadedModel

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
+from vlm_grpo.model.engine.packing import GroupSlice, MicroBatch
 from vlm_grpo.model.engine.sampling import build_sampling_settings
 from vlm_grpo.model.engine.shared import SharedEngine
 from vlm_grpo.model.policy import Policy

@@ -10,7 +10,8 @@ from vlm_grpo.model.hub import load_known_models
 from vlm_grpo.planning import known
 from vlm_grpo.planning.devices import GIB, find_device
 from vlm_grpo.planning.model_shape import measure_layers, read_model_shape
-from vlm_grpo.planning.plan import Planner
+from vlm_grpo.planning.plan import build_plan
+from vlm_grpo.planning.planner import Planner
 
 ROOT = Path(__file__).parents[2]
 SEVEN = "Qwen/Qwen2.5-VL-7B-Instruct"
@@ -84,13 +85,13 @@ def test_each_cell_is_the_answer_of_a_plan_on_that_card_and_none_holds_the_large
     planner = build_planner(SEVEN, "policy.lora.r=64")
     for card, cell in zip(known.TABLE_CARDS, cells[2:-1], strict=True):
         other = planner.on(find_device(f"{card}GB"))
-        plan = other.plan()
+        plan = build_plan(other)
         assert plan.fits == (cell != "–")
         assert str(other.find_largest_group(64)) == cell.replace("–", "0").removesuffix("+")
         assert plan.smallest_card == 24
         # LoRA in bfloat16: two bytes per weight.
         assert plan.step.memory.weights >= 2 * SIZES[SEVEN]
-    plan = build_planner("Qwen/Qwen2.5-VL-72B-Instruct", card="80GB").plan()
+    plan = build_plan(build_planner("Qwen/Qwen2.5-VL-72B-Instruct", card="80GB"))
     assert (plan.fits, plan.smallest_card) == (False, None)
     assert "card " not in str(plan)
     assert "prompts with one image, assumed" in str(plan)

@@ -21,7 +21,7 @@ from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.dist.optimizer import build_optimizer
 from vlm_grpo.model.engine import forwards, kernels
 from vlm_grpo.model.engine.activations import enable_gradient_checkpointing
-from vlm_grpo.model.engine.batch import LOGIT_BYTES, ROUNDED_AT_ONCE
+from vlm_grpo.model.engine.packing import LOGIT_BYTES, ROUNDED_AT_ONCE
 from vlm_grpo.model.families.family import ImageFeatures
 from vlm_grpo.model.loading import load_model
 from vlm_grpo.model.policy import Policy

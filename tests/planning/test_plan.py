@@ -24,12 +24,15 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.model.episodes import begin_episodes
 from vlm_grpo.model.loading import get_model_source, load_prompt_builder
 from vlm_grpo.planning import plan as plans
+from vlm_grpo.planning import suggestions
 from vlm_grpo.planning.devices import CONTEXT, FRAGMENTATION, GIB, Device, find_device
 from vlm_grpo.planning.known import KnownPlanner, build_known_settings
 from vlm_grpo.planning.memory import GRAPH, Memory
 from vlm_grpo.planning.model_shape import read_model_shape
-from vlm_grpo.planning.plan import OFFLOADING, SHARDING, Planner, plan, with_changes
+from vlm_grpo.planning.plan import build_plan, plan
+from vlm_grpo.planning.planner import Planner, with_changes
 from vlm_grpo.planning.sizes import estimate_workload
+from vlm_grpo.planning.suggestions import OFFLOADING, SHARDING
 from vlm_grpo.task.episodes import EnvironmentRunner
 
 H100 = find_device("H100")
@@ -48,13 +51,13 @@ def test_changes_are_valid_and_make_the_recipe_fit(planner):
     tight = Planner(load_settings("counting", overrides), Device("small", 210 << 20, is_cpu=True))
     assert not tight.fits(tight.settings)
     peaks = []
-    for text, step in tight.plan().changes:
+    for text, step in build_plan(tight).changes:
         overrides += text.split()
         assert load_settings("counting", overrides) == step.settings
         peaks.append(step.memory.peak)
     assert peaks == sorted(set(peaks), reverse=True)
     assert peaks[-1] <= tight.device.usable < peaks[0]
-    lines = str(tight.plan()).splitlines()
+    lines = str(build_plan(tight)).splitlines()
     assert any(line.startswith("fits       no: ") for line in lines)
 
 
@@ -67,13 +70,14 @@ def test_only_examples_that_the_filter_accepts_are_planned(tmp_path):
 
 
 def test_a_wider_group_has_four_times_as_many_completions_and_nothing_fits_a_tiny_device(planner):
-    found = planner.plan()
+    found = build_plan(planner)
+    assert found.wider is not None
     text, step = found.wider
     assert step.settings == load_settings("counting", ["data.train_limit=30", text])
     assert step.work.num_generations == 4 * found.step.work.num_generations
     assert f"wider      {text}" in str(found)
     tiny = planner.on(Device("tiny", 1 << 20, is_cpu=True))
-    found = tiny.plan()
+    found = build_plan(tiny)
     assert re.search(r"not even then.*--devices 8", str(found).splitlines()[-1])
     assert (found.faster, found.wider, tiny.find_largest_group(64)) == (None, None, 0)
 
@@ -125,9 +129,9 @@ def test_changes_are_combined_where_one_is_not_enough(planner, monkeypatch):
     zero: dict[str, Any] = dict.fromkeys(vars(step.memory), 0)
     step = replace(step, memory=Memory(**{**zero, "cache": 9, "update": 9}))
     proposals = [take("a", "cache"), take("b", "host"), take("c", "update")]
-    monkeypatch.setattr(plans, "CHANGES", proposals)
+    monkeypatch.setattr(suggestions, "CHANGES", proposals)
     tiny = planner.on(Device("tiny", 5, is_cpu=True))
-    assert [text for text, _ in plans.suggest_changes(tiny, step)] == ["a c"]
+    assert [text for text, _ in suggestions.suggest_changes(tiny, step)] == ["a c"]
 
 
 def test_sharded_and_offloaded_memory_have_the_formulas_of_the_scaling_guide(seven_billion):
@@ -163,7 +167,7 @@ def test_sharded_and_offloaded_memory_have_the_formulas_of_the_scaling_guide(sev
 
 def test_a_model_that_does_not_fit_gets_every_way_to_hold_it_with_its_figure():
     settings = build_known_settings("Qwen/Qwen2.5-VL-32B-Instruct")
-    found = KnownPlanner(settings, find_device("80GB"), 8).plan()
+    found = build_plan(KnownPlanner(settings, find_device("80GB"), 8))
     peaks = {text: step.memory.peak for text, step in found.others}
     # 64 GiB of weights in bfloat16 leave no room beside their shards.
     assert [text for text, _ in found.changes] == [SHARDING, OFFLOADING]
@@ -192,7 +196,7 @@ def test_the_least_that_fits_is_recomputed():
     assert peaks == sorted(set(peaks), reverse=True)
     for part, peak in zip(parts, peaks, strict=True):
         device = Device("GPU", int((peak + CONTEXT) / (1 - FRAGMENTATION)) + 2)
-        found = planner.on(device).plan()
+        found = build_plan(planner.on(device))
         assert (found.fits, found.step.shape.checkpointing) == (True, part)
         assert f"with policy.gradient_checkpointing={part}\n" in str(found)
     sharded = KnownPlanner(automatic, H100, 8, "sharded").estimate_step(automatic)
@@ -261,7 +265,7 @@ def test_families_that_do_not_share_prompts_are_planned(name, tmp_path):
     patches = values // (3 * getattr(vision, "temporal_patch_size", 1) * edge**2)
     assert estimate_workload(planner.settings, sizes[-1], shape).patches == patches
     if name in PLANNED:
-        found = planner.plan()
+        found = build_plan(planner)
         assert (found.step.prompts, found.step.work.patches) == (sizes, patches)
         assert "fits       yes" in str(found)
 
@@ -304,7 +308,7 @@ def test_automatic_rollouts_and_micro_batches_take_the_free_memory_of_a_gpu(seve
         step = planner.estimate_step(settings)
         sizes[memory] = step.work.update_budget
         assert planner.device.holds(step.memory.backward) == (memory > 16)
-    assert f"micro-batches of at most {sizes[192]:,}" in str(planner.plan())
+    assert f"micro-batches of at most {sizes[192]:,}" in str(build_plan(planner))
     assert sizes[16] == 1024 < sizes[32] < sizes[80] < 16_384 < sizes[192]
     # Four fifths of what the rest of the step leaves, gradients of all weights included.
     for own, size in ((settings, 80), (with_changes(settings, "policy", lora=None), 192)):
@@ -370,7 +374,7 @@ def test_results_of_an_environment_match_those_of_a_run(tmp_path):
     rollout = {"max_completion_length": 30}
     source = save_tiny_model(tmp_path / "model")
     settings = small_run(tmp_path, source, task_options=options, rollout=rollout)
-    found = Planner(settings, Device("toy", GIB, is_cpu=True)).plan()
+    found = build_plan(Planner(settings, Device("toy", GIB, is_cpu=True)))
     trainer = make_trainer(settings)
     with closing(trainer.sampler):
         groups = trainer.sampler.sample(0).groups

@@ -8,9 +8,9 @@ from tiny_models import noise_example, tiny_model
 
 from vlm_grpo.config.policy import PolicySettings
 from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.model.engine.batch import GroupSlice, pack
+from vlm_grpo.model.engine.packing import GroupSlice, pack
 from vlm_grpo.planning.model_shape import read_model_shape
-from vlm_grpo.planning.plan import with_changes
+from vlm_grpo.planning.planner import with_changes
 from vlm_grpo.planning.sizes import PromptSize, Workload, estimate_workload
 from vlm_grpo.types import Observation, Prompt
 

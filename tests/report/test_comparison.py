@@ -10,7 +10,7 @@ from report_runs import make_run
 
 from vlm_grpo.errors import UserError
 from vlm_grpo.eval.statistics import mcnemar_p_value
-from vlm_grpo.report import comparison
+from vlm_grpo.report import comparison, sweep
 from vlm_grpo.report.run import Run, read_run
 
 
@@ -93,14 +93,14 @@ def test_settings_in_which_three_runs_differ_are_chosen_and_plotted(tmp_path):
         run = make_run(tmp_path, steps=2, held_out=6, seed=seed, overrides=changes)
         swept_runs.append((f"run-{seed}", read_run(run)))
     runs = [run for _, run in swept_runs]
-    assert list(comparison.list_differences(runs)) == ["name", *swept, "seed"]
-    assert comparison.choose_swept(runs) == swept
-    assert comparison.choose_swept(runs[:2]) == []  # two runs are a comparison
-    assert comparison.choose_swept(runs[:2], ["optim.lr"]) == ["optim.lr"]
+    assert list(sweep.list_differences(runs)) == ["name", *swept, "seed"]
+    assert sweep.choose_swept(runs) == swept
+    assert sweep.choose_swept(runs[:2]) == []  # two runs are a comparison
+    assert sweep.choose_swept(runs[:2], ["optim.lr"]) == ["optim.lr"]
     with pytest.raises(UserError, match=r"--sweep optim.l: .*did you mean optim.lr.*these do: obj"):
-        comparison.choose_swept(runs, ["optim.l"])
+        sweep.choose_swept(runs, ["optim.l"])
 
-    loss, rate = comparison.build_sweep_charts(swept_runs, swept, together=False)
+    loss, rate = sweep.build_sweep_charts(swept_runs, swept, together=False)
     assert (rate.title, rate.axis, rate.logarithmic_x) == ("exact by optim.lr", "optim.lr", True)
     (line,) = rate.lines
     assert list(line.x) == sorted(RATES)
@@ -112,7 +112,7 @@ def test_settings_in_which_three_runs_differ_are_chosen_and_plotted(tmp_path):
     assert loss.ticks == ["dr_grpo", "grpo"]  # names have no order but the alphabet's
     assert not loss.logarithmic_x
     assert list(loss.lines[0].x) == [0, 0, 1, 1]
-    (chart,) = comparison.build_sweep_charts(swept_runs, swept[::-1], together=True)
+    (chart,) = sweep.build_sweep_charts(swept_runs, swept[::-1], together=True)
     assert {line.name: list(line.x) for line in chart.lines} == {
         "objective.loss_type = grpo": [1e-6, 1e-5],
         "objective.loss_type = dr_grpo": [1e-5, 1e-4],
@@ -120,4 +120,4 @@ def test_settings_in_which_three_runs_differ_are_chosen_and_plotted(tmp_path):
     # Runs of different metrics are not plotted.
     other = read_run(make_run(tmp_path, "grounding", steps=2, held_out=4))
     mixed = [*swept_runs, ("grounding", other)]
-    assert list(comparison.build_sweep_charts(mixed, ["optim.lr"], together=False)) == []
+    assert list(sweep.build_sweep_charts(mixed, ["optim.lr"], together=False)) == []

@@ -12,7 +12,7 @@ from PIL import Image
 from tiny_models import make_prompt, noise_clip, noise_example, tiny_policy
 
 from vlm_grpo.errors import UserError
-from vlm_grpo.model.engine.batch import Path
+from vlm_grpo.model.engine.packing import Path
 from vlm_grpo.model.engine.repeated import extend_prompt
 from vlm_grpo.model.engine.sampling import SamplingSettings
 from vlm_grpo.model.policy import Policy

@@ -23,7 +23,7 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.data.loading import load_examples
 from vlm_grpo.data_scripts.make_shapes import draw_examples
 from vlm_grpo.eval.predict import predict
-from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
+from vlm_grpo.model.engine.packing import GroupSlice, MicroBatch
 from vlm_grpo.model.engine.sampling import SamplingDistribution
 from vlm_grpo.model.policy import Policy, load_policy
 from vlm_grpo.model.resolve import resolve_model

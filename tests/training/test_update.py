@@ -25,16 +25,16 @@ from vlm_grpo.config.methods import WarmStartSettings
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine import activations
-from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.model.engine.forwards import has_forward
 from vlm_grpo.model.engine.logprobs import TokenScores
+from vlm_grpo.model.engine.packing import GroupSlice, MicroBatch
 from vlm_grpo.training import methods as methods_module
 from vlm_grpo.training import update as update_module
-from vlm_grpo.training.batch import StepBatch, TokenLayout
 from vlm_grpo.training.methods import build_methods
-from vlm_grpo.training.objective.batch import MetricAccumulator, StepTotals
 from vlm_grpo.training.objective.losses import completion_weights
+from vlm_grpo.training.objective.token_batch import MetricAccumulator, StepTotals
 from vlm_grpo.training.out_of_memory import TokenBudget
+from vlm_grpo.training.step_batch import StepBatch, TokenLayout
 from vlm_grpo.training.trainer import Trainer
 from vlm_grpo.training.update import Updater, build_updater, pack_step
 

@@ -16,7 +16,7 @@ from vlm_grpo.config.data import VideoSettings
 from vlm_grpo.data.images import Clip, MediaReader
 from vlm_grpo.model.engine.sampling import SamplingSettings
 from vlm_grpo.model.policy import load_policy
-from vlm_grpo.serve.chat import ChatClient, Endpoint, build_messages, encode_clip
+from vlm_grpo.serve.chat_client import ChatClient, Endpoint, build_messages, encode_clip
 from vlm_grpo.serve.sampler import VllmSampler
 from vlm_grpo.task import PlainQuestion
 from vlm_grpo.training.update import build_updater

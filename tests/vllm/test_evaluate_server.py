@@ -14,7 +14,7 @@ from vllm_runs import run_servers
 
 from vlm_grpo import UserError, evaluate, load_settings
 from vlm_grpo.model.loading import get_model_source, load_prompt_builder
-from vlm_grpo.serve.chat import ChatClient, Endpoint, build_messages
+from vlm_grpo.serve.chat_client import ChatClient, Endpoint, build_messages
 from vlm_grpo.task import PlainQuestion
 
 

@@ -16,8 +16,8 @@ from vlm_grpo.errors import UserError, bullets, nearest
 from vlm_grpo.task import Task, metric
 from vlm_grpo.task.coordinates import CoordinateFrame
 from vlm_grpo.task.registry import build_task, load_task_class
-from vlm_grpo.tasks.graders.official import READERS
 from vlm_grpo.tasks.graders.official_metrics import CORPUS_RULES, RULES
+from vlm_grpo.tasks.graders.official_parsers import READERS
 from vlm_grpo.types import Example
 from vlm_grpo.utils import trust
 

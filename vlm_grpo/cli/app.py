@@ -31,7 +31,8 @@ from vlm_grpo.cli.predict import predict
 from vlm_grpo.cli.report import report
 from vlm_grpo.cli.sample import sample
 from vlm_grpo.cli.serve import serve
-from vlm_grpo.cli.settings import settings, tasks
+from vlm_grpo.cli.settings import settings
+from vlm_grpo.cli.tasks import tasks
 from vlm_grpo.cli.train import sft, train
 from vlm_grpo.errors import UserError, printable, shorten
 from vlm_grpo.utils.trust import trust_code

@@ -13,7 +13,7 @@ from typer.core import TyperCommand
 from vlm_grpo.errors import Stopped, UserError, nearest
 
 if TYPE_CHECKING:
-    from vlm_grpo.serve.chat import Endpoint
+    from vlm_grpo.serve.chat_client import Endpoint
     from vlm_grpo.task.coordinates import CoordinateFrame
 
 Recipe = Annotated[
@@ -103,7 +103,7 @@ def build_endpoint(options: Mapping[str, Any], frame: str | None = None) -> Endp
         for name in given:
             raise UserError(f"--{name.replace('_', '-')} needs --server")
         return None
-    from vlm_grpo.serve.chat import Endpoint
+    from vlm_grpo.serve.chat_client import Endpoint
 
     if "frame" in given:
         given["frame"] = get_frame(given["frame"])

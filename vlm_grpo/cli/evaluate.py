@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vlm_grpo.config.data import DataSettings
     from vlm_grpo.config.run import Settings
     from vlm_grpo.eval.scored import Scored
-    from vlm_grpo.serve.chat import Endpoint
+    from vlm_grpo.serve.chat_client import Endpoint
     from vlm_grpo.task import Task
 
 _NO_MODEL = "model=none"  # for evaluations for which no model must be named

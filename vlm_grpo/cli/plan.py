@@ -54,7 +54,8 @@ def plan(
     from vlm_grpo.config.recipes import load_settings
     from vlm_grpo.model.hub import load_known_models
     from vlm_grpo.planning import known
-    from vlm_grpo.planning.plan import Planner, choose_device
+    from vlm_grpo.planning.plan import build_plan
+    from vlm_grpo.planning.planner import Planner, choose_device
 
     models = load_known_models()
     if recipe == "models" or (recipe in models and gpu is None):
@@ -73,7 +74,8 @@ def plan(
     else:
         _check_recipe(recipe)
         kind, settings = Planner, load_settings(recipe, overrides or [])
-    typer.echo(kind(settings, choose_device(gpu, reserved), devices, weights).plan())
+    planner = kind(settings, choose_device(gpu, reserved), devices, weights)
+    typer.echo(build_plan(planner))
 
 
 def _check_recipe(name: str) -> None:

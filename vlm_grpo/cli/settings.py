@@ -79,20 +79,3 @@ def _format(setting: SettingReference) -> Iterator[str]:
     if setting.on_resume:
         text += f" {setting.on_resume}"
     yield textwrap.indent(textwrap.fill(text, WIDTH), "    ")
-
-
-def tasks() -> None:
-    """List the installed tasks and recipes."""
-    from vlm_grpo.config.recipes import describe_recipe, recipe_names
-    from vlm_grpo.task.registry import load_task_class, task_names
-
-    typer.echo("Tasks (or give the path of your own .py file):")
-    for name in task_names():
-        try:
-            summary = (load_task_class(name).__doc__ or "").strip().partition("\n")[0]
-        except UserError as error:  # one broken plugin must not hide the others
-            summary = f"cannot be loaded: {error}"
-        typer.echo(f"  {name:<12} {summary}")
-    typer.echo("\nRecipes, for vlm-grpo train:")
-    for name in recipe_names():
-        typer.echo(f"  {name:<24} {describe_recipe(name)}")

@@ -1,7 +1,8 @@
 """Settings of the optimizer: learning rates, steps, and the size of a step."""
 
 import math
-from typing import Annotated, Literal
+from collections.abc import Collection
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt
 
@@ -81,3 +82,35 @@ class OptimSettings(Frozen):
 def count_warmup(warmup_steps: float, steps: int) -> int:
     """Return the number of steps of a warmup, given as a number or as a share of ``steps``."""
     return math.ceil(warmup_steps * steps) if warmup_steps < 1 else int(warmup_steps)
+
+
+def fit_optim(given: dict[str, Any], user_keys: Collection[str]) -> str | None:
+    """Drop the recipe's steps, epochs and betas where the user's settings exclude them. Shorten its
+    warmup to the user's steps after a warm start, and return a warning."""
+    optim = given.get("optim")
+    if not isinstance(optim, dict):
+        return None
+    lengths = ("max_steps", "num_train_epochs")
+    for own, other in (lengths, lengths[::-1]):
+        if f"optim.{own}" in user_keys and f"optim.{other}" not in user_keys:
+            optim.pop(other, None)
+    if optim.get("max_steps", 0) is None:  # as written for num_train_epochs
+        del optim["max_steps"]
+    is_chosen = "optim.name" in user_keys and "optim.betas" not in user_keys
+    if is_chosen and optim["name"] == "adafactor":  # which has none
+        optim.pop("betas", None)
+    steps = optim.get("max_steps")
+    if "optim.max_steps" not in user_keys or not isinstance(steps, int):
+        return None
+    start, place = given.get("warm_start"), f"optim.max_steps={steps}"
+    supervised = start.get("steps") if isinstance(start, dict) else None
+    if isinstance(supervised, int) and 0 < supervised < steps:
+        steps -= supervised
+        place = f"the {steps} steps of {place} after those of warm_start"
+    notes = []
+    for name in ("optim", "warm_start") if supervised == "all" else ("optim",):
+        key, warmup = f"{name}.warmup_steps", given[name].get("warmup_steps", 0)
+        if key not in user_keys and isinstance(warmup, int) and 0 < steps < warmup:
+            given[name]["warmup_steps"] = steps
+            notes.append(f"{key}={warmup} of the recipe is shortened to {place}")
+    return "; ".join(notes) or None

@@ -4,7 +4,7 @@ import json
 import logging
 import numbers
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from itertools import takewhile
 from pathlib import Path
@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
+from vlm_grpo.config.optim import fit_optim
 from vlm_grpo.config.run import Settings
 from vlm_grpo.config.section import GONE, describe_missing, describe_problems, flatten, merge
 from vlm_grpo.errors import UserError, bullets, nearest
@@ -117,7 +118,7 @@ def build_settings(
             trust.note(code, origin)
     if isinstance(checkpoint := given.get("checkpoint"), dict):
         checkpoint.pop(GONE.rpartition(".")[2], None)
-    warning = _fit_optim(given, user_keys)
+    warning = fit_optim(given, user_keys)
     if given.get("name") is None:
         is_other_task = "task" in user_keys
         given["name"] = get_short_name(given["task"]) if is_other_task else Path(recipe).stem
@@ -161,38 +162,6 @@ def _split_overrides(overrides: Any) -> tuple[list[str], dict[str, Any]]:
         if all(isinstance(text, str) for text in texts):
             return texts, {}
     raise UserError('overrides must be a list: ["optim.lr=1e-5"], or a mapping: {"optim.lr": 1e-5}')
-
-
-def _fit_optim(given: dict[str, Any], user_keys: Collection[str]) -> str | None:
-    """Drop the recipe's steps, epochs and betas where the user's settings exclude them. Shorten its
-    warmup to the user's steps after a warm start, and return a warning."""
-    optim = given.get("optim")
-    if not isinstance(optim, dict):
-        return None
-    lengths = ("max_steps", "num_train_epochs")
-    for own, other in (lengths, lengths[::-1]):
-        if f"optim.{own}" in user_keys and f"optim.{other}" not in user_keys:
-            optim.pop(other, None)
-    if optim.get("max_steps", 0) is None:  # as written for num_train_epochs
-        del optim["max_steps"]
-    is_chosen = "optim.name" in user_keys and "optim.betas" not in user_keys
-    if is_chosen and optim["name"] == "adafactor":  # which has none
-        optim.pop("betas", None)
-    steps = optim.get("max_steps")
-    if "optim.max_steps" not in user_keys or not isinstance(steps, int):
-        return None
-    start, place = given.get("warm_start"), f"optim.max_steps={steps}"
-    supervised = start.get("steps") if isinstance(start, dict) else None
-    if isinstance(supervised, int) and 0 < supervised < steps:
-        steps -= supervised
-        place = f"the {steps} steps of {place} after those of warm_start"
-    notes = []
-    for name in ("optim", "warm_start") if supervised == "all" else ("optim",):
-        key, warmup = f"{name}.warmup_steps", given[name].get("warmup_steps", 0)
-        if key not in user_keys and isinstance(warmup, int) and 0 < steps < warmup:
-            given[name]["warmup_steps"] = steps
-            notes.append(f"{key}={warmup} of the recipe is shortened to {place}")
-    return "; ".join(notes) or None
 
 
 def _validate(given: dict[str, Any]) -> Settings:

@@ -10,7 +10,8 @@ import numpy as np
 
 from vlm_grpo.config.data import DataSettings, SourceSettings, Split
 from vlm_grpo.data.boxes import list_evidence
-from vlm_grpo.data.loading import read_source, stands_for_both
+from vlm_grpo.data.held_out import stands_for_both
+from vlm_grpo.data.loading import read_source
 from vlm_grpo.errors import bullets, list_bad_rows
 from vlm_grpo.task import Task
 from vlm_grpo.task.coordinates import Box, gold_boxes

@@ -22,7 +22,7 @@ from transformers.optimization import Adafactor
 from vlm_grpo.config.optim import OptimizerName, OptimSettings
 from vlm_grpo.dist.weights import find_layer, local_shard, shard_like, unshard_like
 from vlm_grpo.errors import UserError
-from vlm_grpo.model.engine.batch import ROUNDED_AT_ONCE
+from vlm_grpo.model.engine.packing import ROUNDED_AT_ONCE
 from vlm_grpo.model.engine.sampling import derive_seed
 from vlm_grpo.model.families.family import find_part
 

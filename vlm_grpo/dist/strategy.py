@@ -29,7 +29,7 @@ from vlm_grpo.dist.collectives import gather_object, sum_over_ranks
 from vlm_grpo.dist.launch import get_dp_replicate_size, get_fsdp_plugin
 from vlm_grpo.dist.weights import broadcast_weights, get_tensors
 from vlm_grpo.errors import UserError
-from vlm_grpo.model.engine.batch import MicroBatch
+from vlm_grpo.model.engine.packing import MicroBatch
 from vlm_grpo.model.families.family import find_part
 from vlm_grpo.model.policy import Policy
 

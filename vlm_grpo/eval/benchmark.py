@@ -21,11 +21,11 @@ from vlm_grpo.eval.prediction_log import open_log
 from vlm_grpo.eval.scored import WITHOUT_TOOLS, Scored, has_answer, summarize
 from vlm_grpo.eval.statistics import bootstrap_interval, compare_pairs
 from vlm_grpo.eval.tool_gain import compare_tools
-from vlm_grpo.serve.chat import Endpoint
+from vlm_grpo.serve.chat_client import Endpoint
 from vlm_grpo.task import Task
 from vlm_grpo.task.coordinates import RESIZED, CoordinateFrame
-from vlm_grpo.tasks.graders.official import begins_word, describe_reader, unwrap
 from vlm_grpo.tasks.graders.official_metrics import get_group
+from vlm_grpo.tasks.graders.official_parsers import begins_word, describe_reader, unwrap
 from vlm_grpo.types import Completion, Example, Score
 from vlm_grpo.utils.atomic_io import create_folder, write_atomic
 

@@ -6,14 +6,9 @@ from pathlib import Path
 
 from vlm_grpo.config.data import DataSettings
 from vlm_grpo.config.run import Settings, check_settings
-from vlm_grpo.data.loading import (
-    build_scorer,
-    get_held_out_task,
-    load_data,
-    load_examples,
-    load_run_task,
-    load_split,
-)
+from vlm_grpo.data.held_out import get_held_out_task
+from vlm_grpo.data.loading import build_scorer, load_data, load_examples, load_split
+from vlm_grpo.data.mixture import load_run_task
 from vlm_grpo.data.objects import Objects, Rows, TaskObject
 from vlm_grpo.dist.collectives import fail_together, gather_object
 from vlm_grpo.dist.launch import initialize_distributed
@@ -33,7 +28,7 @@ from vlm_grpo.eval.scored import Scored, summarize
 from vlm_grpo.eval.tool_gain import compare_tools
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.model.resolve import find_checkpoint
-from vlm_grpo.serve.chat import Endpoint
+from vlm_grpo.serve.chat_client import Endpoint
 from vlm_grpo.task import Task
 from vlm_grpo.task.coordinates import RESIZED
 from vlm_grpo.task.scorer import FailureGuard, RewardScorer

@@ -22,7 +22,7 @@ from vlm_grpo.model.engine.sampling import SamplingSettings
 from vlm_grpo.model.episodes import Begun, sample_episodes
 from vlm_grpo.model.policy import Policy, load_policy
 from vlm_grpo.model.prompts import PromptWriter
-from vlm_grpo.serve.chat import Endpoint
+from vlm_grpo.serve.chat_client import Endpoint
 from vlm_grpo.task import Task
 from vlm_grpo.task.episodes import EnvironmentRunner
 from vlm_grpo.types import Completion, Example

@@ -12,13 +12,13 @@ from vlm_grpo.config.data import VideoSettings
 from vlm_grpo.config.recipes import Overrides
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data.images import VIDEO_SUFFIXES, Clip, MediaReader
-from vlm_grpo.data.loading import Mixed, load_run_task
 from vlm_grpo.data.messages import read_question
+from vlm_grpo.data.mixture import Mixed, load_run_task
 from vlm_grpo.errors import UserError
 from vlm_grpo.eval.models import EvaluatedModel, load_evaluated_model
 from vlm_grpo.model.episodes import begin_episodes
 from vlm_grpo.model.resolve import NO_TASK, resolve_model
-from vlm_grpo.serve.chat import Endpoint
+from vlm_grpo.serve.chat_client import Endpoint
 from vlm_grpo.task import FAILURES, PlainQuestion, Task, write_prompt
 from vlm_grpo.task.drawing import PREDICTED_COLOR, draw_caption
 from vlm_grpo.task.registry import get_task_name, load_task

@@ -19,7 +19,7 @@ from vlm_grpo.model.families.family import PixelBudget
 from vlm_grpo.model.loading import load_prompt_builder
 from vlm_grpo.model.prompts import PromptBuilder, PromptWriter
 from vlm_grpo.model.resolve import UNKNOWN
-from vlm_grpo.serve.chat import Answer, ChatClient, Endpoint, build_messages, encode_clip
+from vlm_grpo.serve.chat_client import Answer, ChatClient, Endpoint, build_messages, encode_clip
 from vlm_grpo.task import Task
 from vlm_grpo.task.coordinates import ORIGINAL
 from vlm_grpo.task.episodes import EnvironmentRunner

@@ -10,7 +10,8 @@ from typing import Any
 
 from vlm_grpo.config.data import is_mixture
 from vlm_grpo.config.run import EvaluationSettings, Settings
-from vlm_grpo.data.loading import build_scorer, load_data, load_run_task
+from vlm_grpo.data.loading import build_scorer, load_data
+from vlm_grpo.data.mixture import load_run_task
 from vlm_grpo.dist.launch import initialize_distributed
 from vlm_grpo.errors import UserError
 from vlm_grpo.eval.evaluate import score_all
@@ -18,7 +19,7 @@ from vlm_grpo.eval.generate import generate_all
 from vlm_grpo.eval.models import check_weights, load_evaluated_model, name_outputs
 from vlm_grpo.eval.prediction_log import open_log
 from vlm_grpo.model.prompts import PromptBuilder, PromptWriter
-from vlm_grpo.serve.chat import Endpoint
+from vlm_grpo.serve.chat_client import Endpoint
 from vlm_grpo.task import Task
 from vlm_grpo.task.scorer import earns, get_gold_reward, measure_pass
 from vlm_grpo.types import TARGET_COLUMN, Completion, Example, ImageRef, Score

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vlm_grpo.errors import UserError
-from vlm_grpo.model.engine.batch import Path
+from vlm_grpo.model.engine.packing import Path
 from vlm_grpo.model.engine.repeated import extend_prompt
 from vlm_grpo.model.engine.sampling import SamplingSettings
 from vlm_grpo.model.prompts import PromptBuilder, PromptWriter

@@ -21,12 +21,12 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.model.adapters import is_adapter_weight
 from vlm_grpo.model.engine import kernels
 from vlm_grpo.model.engine.activations import eval_mode
-from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.model.engine.forwards import computed, use_fused_layers
 from vlm_grpo.model.engine.graphs import GraphCapture, get_capture
 from vlm_grpo.model.engine.kv_cache import count_free_tokens
 from vlm_grpo.model.engine.linear import cast_together, use_fast_linears
 from vlm_grpo.model.engine.logprobs import ScoringSettings, TokenScores
+from vlm_grpo.model.engine.packing import GroupSlice, MicroBatch
 from vlm_grpo.model.engine.repeated import Counters, Engine
 from vlm_grpo.model.engine.rollout_weights import rollout_weights
 from vlm_grpo.model.engine.sampling import (

@@ -17,7 +17,7 @@ from PIL import Image
 from vlm_grpo.config.prompt import PromptSettings
 from vlm_grpo.errors import UserError, list_bad_rows
 from vlm_grpo.model.chat_template import RESULT_FORMS, TOOLS, ChatTemplate
-from vlm_grpo.model.engine.batch import RECENT_IMAGES
+from vlm_grpo.model.engine.packing import RECENT_IMAGES
 from vlm_grpo.model.families.family import Family, PixelBudget
 from vlm_grpo.task import Task
 from vlm_grpo.task.coordinates import FRAMES, CoordinateFrame

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from vlm_grpo.errors import UserError
-from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
+from vlm_grpo.model.engine.packing import GroupSlice, MicroBatch
 from vlm_grpo.types import Group, Prompt
 
 ROLLOUT_LENGTH = 8  # tokens of the completions that the first check samples

@@ -15,7 +15,7 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.data.objects import Objects
 from vlm_grpo.model.hub import load_known_models
 from vlm_grpo.planning.devices import CARDS, find_device
-from vlm_grpo.planning.plan import Planner, get_shape_key
+from vlm_grpo.planning.planner import Planner, get_shape_key
 from vlm_grpo.planning.sizes import ModelShape, PromptSize
 
 IMAGE_TOKENS, TEXT_TOKENS = 1000, 100

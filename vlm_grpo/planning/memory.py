@@ -9,8 +9,13 @@ import math
 from dataclasses import dataclass, replace
 
 from vlm_grpo.config.rollout import RolloutSettings, choose_adapter_level
-from vlm_grpo.model.engine.batch import ENCODER_PATCHES, LOGIT_BYTES, PREFILL_TOKENS, RECENT_IMAGES
 from vlm_grpo.model.engine.graphs import KEPT_STEPS
+from vlm_grpo.model.engine.packing import (
+    ENCODER_PATCHES,
+    LOGIT_BYTES,
+    PREFILL_TOKENS,
+    RECENT_IMAGES,
+)
 from vlm_grpo.planning.devices import CONTEXT, Device
 from vlm_grpo.planning.sizes import ModelShape, Workload
 

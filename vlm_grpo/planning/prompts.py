@@ -16,7 +16,7 @@ from vlm_grpo.planning.sizes import PromptSize
 from vlm_grpo.task import Task
 from vlm_grpo.task.environment import Environment
 from vlm_grpo.task.episodes import EnvironmentRunner
-from vlm_grpo.task.task import FAILURES
+from vlm_grpo.task.rewards import FAILURES
 from vlm_grpo.types import Example, ImageRef
 from vlm_grpo.utils.chat import IMAGE, Turn, place_images
 

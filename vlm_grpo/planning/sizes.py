@@ -12,7 +12,7 @@ from vlm_grpo.config.optim import DEFAULT_UPDATE_TOKENS, OptimizerName
 from vlm_grpo.config.policy import Checkpointing
 from vlm_grpo.config.rollout import DEFAULT_ROLLOUT_TOKENS
 from vlm_grpo.config.run import Settings
-from vlm_grpo.model.engine.batch import ROUNDED_AT_ONCE, GroupSlice, pack
+from vlm_grpo.model.engine.packing import ROUNDED_AT_ONCE, GroupSlice, pack
 from vlm_grpo.types import Example, Prompt
 
 Precision = Literal["float32", "bfloat16", "autocast"]

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vlm_grpo.model.engine.batch import GroupSlice
+from vlm_grpo.model.engine.packing import GroupSlice
 from vlm_grpo.planning.devices import EFFICIENCY, Device
 from vlm_grpo.planning.sizes import ModelShape, Workload
 from vlm_grpo.types import Group, Prompt

@@ -16,15 +16,10 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.eval.scored import is_number
 from vlm_grpo.eval.statistics import format_value
 from vlm_grpo.report.charts import build_charts, build_comparison_charts, pack_charts
-from vlm_grpo.report.comparison import (
-    IDENTITY,
-    build_pairs,
-    build_sweep_charts,
-    choose_swept,
-    list_differences,
-)
+from vlm_grpo.report.comparison import build_pairs
 from vlm_grpo.report.gallery import KINDS, build_gallery, display_text, to_script_json
 from vlm_grpo.report.run import Run, read_run
+from vlm_grpo.report.sweep import IDENTITY, build_sweep_charts, choose_swept, list_differences
 from vlm_grpo.task.drawing import GOLD_COLOR, PREDICTED_COLOR
 from vlm_grpo.task.registry import get_short_name
 from vlm_grpo.utils.atomic_io import write_atomic

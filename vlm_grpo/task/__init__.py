@@ -10,7 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vlm_grpo.task.task import FAILURES, PlainQuestion, Rule, Task, metric, reward, write_prompt
+    from vlm_grpo.task.rewards import FAILURES, Rule, metric, reward
+    from vlm_grpo.task.task import PlainQuestion, Task, write_prompt
 
 __all__ = ["FAILURES", "PlainQuestion", "Rule", "Task", "metric", "reward", "write_prompt"]
 
@@ -18,4 +19,5 @@ __all__ = ["FAILURES", "PlainQuestion", "Rule", "Task", "metric", "reward", "wri
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.task"), name)
+    module = "task" if name in ("PlainQuestion", "Task", "write_prompt") else "rewards"
+    return getattr(import_module(f"{__name__}.{module}"), name)

@@ -7,7 +7,7 @@ from dataclasses import field
 from typing import Any
 
 from vlm_grpo.task.environment import Environment, Tool, read_tool
-from vlm_grpo.task.task import reward
+from vlm_grpo.task.rewards import reward
 from vlm_grpo.types import Candidate, Example, Observed
 
 

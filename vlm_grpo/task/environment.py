@@ -34,7 +34,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from vlm_grpo.media.images import decode_image, encode_png
 from vlm_grpo.task.coordinates import ORIGINAL, Box, BoxError, CoordinateFrame
-from vlm_grpo.task.task import FAILURES, check_names
+from vlm_grpo.task.rewards import FAILURES
+from vlm_grpo.task.task import check_names
 from vlm_grpo.types import Example, ImageRef, Observed, ToolCall
 from vlm_grpo.utils.chat import IMAGE
 from vlm_grpo.utils.worker_pool import WorkerError

@@ -9,8 +9,9 @@ from typing import Any
 
 from vlm_grpo.errors import UserError
 from vlm_grpo.task.environment import Environment, clean_text
+from vlm_grpo.task.rewards import FAILURES, contained
 from vlm_grpo.task.scorer import Sent, send
-from vlm_grpo.task.task import FAILURES, Task, contained
+from vlm_grpo.task.task import Task
 from vlm_grpo.types import EpisodeStart, EpisodeTurn, Example, Observed, ToolCall
 from vlm_grpo.utils.chat import IMAGE
 from vlm_grpo.utils.time_limit import CallTimeout, time_limit

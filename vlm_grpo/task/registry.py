@@ -28,7 +28,7 @@ from vlm_grpo.task import FAILURES, Task
 from vlm_grpo.task.adapter import Adapted, Rewarding
 from vlm_grpo.task.coordinates import ORIGINAL
 from vlm_grpo.task.environment import Environment
-from vlm_grpo.task.task import stay_in_folder
+from vlm_grpo.task.rewards import stay_in_folder
 from vlm_grpo.utils import trust
 
 Built = TypeVar("Built")

@@ -19,7 +19,7 @@ from vlm_grpo.errors import UserError, shorten
 from vlm_grpo.task import FAILURES, Task
 from vlm_grpo.task.environment import Environment
 from vlm_grpo.task.registry import get_file, load_file
-from vlm_grpo.task.task import Outcome, call_batch_rule
+from vlm_grpo.task.rewards import Outcome, call_batch_rule
 from vlm_grpo.types import Batch, Candidate, EpisodeTurn, Example, Score
 from vlm_grpo.utils.parallel_calls import ValueCache
 from vlm_grpo.utils.time_limit import can_interrupt, time_limit

@@ -12,13 +12,13 @@ from vlm_grpo.config.policy import Checkpointing
 from vlm_grpo.config.run import Settings
 from vlm_grpo.dist.collectives import gather_object
 from vlm_grpo.dist.strategy import Strategy
-from vlm_grpo.model.engine.batch import MicroBatch
 from vlm_grpo.model.engine.kv_cache import count_free_bytes
+from vlm_grpo.model.engine.packing import MicroBatch
 from vlm_grpo.planning.memory import estimate_memory, fit_update_tokens
 from vlm_grpo.planning.model_shape import measure_layers, read_model_shape
 from vlm_grpo.planning.sizes import PromptSize, estimate_workload
-from vlm_grpo.training.batch import StepBatch
 from vlm_grpo.training.out_of_memory import TokenBudget
+from vlm_grpo.training.step_batch import StepBatch
 
 
 @dataclass

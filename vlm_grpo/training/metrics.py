@@ -11,9 +11,9 @@ import torch
 from vlm_grpo.dist.collectives import gather_object
 from vlm_grpo.eval.pass_at_k import estimate_best
 from vlm_grpo.task.episodes import count_calls
-from vlm_grpo.training.batch import Rollout, StepAdvantages
 from vlm_grpo.training.objective.advantages import Advantages
-from vlm_grpo.training.objective.batch import MetricAccumulator
+from vlm_grpo.training.objective.token_batch import MetricAccumulator
+from vlm_grpo.training.step_batch import Rollout, StepAdvantages
 from vlm_grpo.types import Group
 from vlm_grpo.utils.atomic_io import append_durable, write_atomic
 from vlm_grpo.utils.jsonl import format_rows, read_rows

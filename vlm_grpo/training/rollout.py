@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data.loading import build_scorer
-from vlm_grpo.data.stream import ExampleStream, StreamCursor
+from vlm_grpo.data.order import ExampleStream, StreamCursor
 from vlm_grpo.dist.balance import balance_by_cost, balance_groups
 from vlm_grpo.dist.collectives import any_rank, fail_together, gather_object
 from vlm_grpo.dist.strategy import Strategy
@@ -25,10 +25,10 @@ from vlm_grpo.serve.sampler import VllmSampler
 from vlm_grpo.task import Task
 from vlm_grpo.task.episodes import EnvironmentRunner
 from vlm_grpo.task.scorer import FailureGuard
-from vlm_grpo.training.batch import Rollout, estimate_cost, has_spread, score_groups
 from vlm_grpo.training.methods import Groups, Method, overrides
 from vlm_grpo.training.out_of_memory import TokenBudget, is_out_of_memory
 from vlm_grpo.training.prompt_loader import PromptLoader
+from vlm_grpo.training.step_batch import Rollout, estimate_cost, has_spread, score_groups
 from vlm_grpo.training.stopping import StepInterrupted, StopRequest
 from vlm_grpo.types import Completion, Example, Group, Prompt
 

@@ -15,8 +15,8 @@ from vlm_grpo.model.policy import Policy
 from vlm_grpo.planning.devices import find_peak_rate
 from vlm_grpo.planning.model_shape import read_model_shape
 from vlm_grpo.planning.step_time import count_step_flops
-from vlm_grpo.training.batch import Rollout, StepBatch
-from vlm_grpo.training.objective.batch import MetricAccumulator
+from vlm_grpo.training.objective.token_batch import MetricAccumulator
+from vlm_grpo.training.step_batch import Rollout, StepBatch
 from vlm_grpo.utils.stopwatch import Stopwatch
 
 GIB = 2**30

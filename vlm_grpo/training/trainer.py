@@ -13,7 +13,7 @@ from vlm_grpo.config.data import PYTHON
 from vlm_grpo.config.run import Settings, check_settings
 from vlm_grpo.data.loading import load_run
 from vlm_grpo.data.objects import Objects, Rows, TaskObject
-from vlm_grpo.data.stream import build_stream
+from vlm_grpo.data.order import build_stream
 from vlm_grpo.dist.collectives import any_rank, explain_lost_rank, fail_together
 from vlm_grpo.dist.launch import build_accelerator
 from vlm_grpo.errors import Stopped, UserError
@@ -24,7 +24,6 @@ from vlm_grpo.report.progress import Progress
 from vlm_grpo.report.samples import HELD_OUT_SHOWN
 from vlm_grpo.report.trackers import check_installed
 from vlm_grpo.task import Task
-from vlm_grpo.training.batch import Rollout, compute_advantages
 from vlm_grpo.training.checkpoint.disk_space import check_disk
 from vlm_grpo.training.checkpoint.manager import (
     CheckpointManager,
@@ -33,13 +32,14 @@ from vlm_grpo.training.checkpoint.manager import (
     set_rng_states,
 )
 from vlm_grpo.training.checkpoint.resume import find_checkpoint
+from vlm_grpo.training.learning_rate import get_rates
 from vlm_grpo.training.methods import Run, build_methods
 from vlm_grpo.training.metrics import rollout_metrics
 from vlm_grpo.training.objective.custom import load_estimator
 from vlm_grpo.training.rollout import RolloutSampler, select_usable
 from vlm_grpo.training.run_dir import RunDir, lock_run
-from vlm_grpo.training.schedule import get_rates
 from vlm_grpo.training.speed import StepMeter
+from vlm_grpo.training.step_batch import Rollout, compute_advantages
 from vlm_grpo.training.stopping import StepInterrupted, StopRequest, check_gradients
 from vlm_grpo.training.summary import TrainResult, describe_run, describe_start
 from vlm_grpo.training.update import build_updater, pack_step

@@ -25,12 +25,19 @@ from vlm_grpo.model.engine.activations import (
     offload_activations,
     recompute_more,
 )
-from vlm_grpo.model.engine.batch import MicroBatch, pack
+from vlm_grpo.model.engine.packing import MicroBatch, pack
 from vlm_grpo.model.families.family import ImageFeatures, Unit
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.model.transfer import copy_to
 from vlm_grpo.planning.memory import ENOUGH_TOKENS, UPDATE_TOKENS
-from vlm_grpo.training.batch import (
+from vlm_grpo.training.learning_rate import build_scheduler
+from vlm_grpo.training.memory_probe import MemoryProbe
+from vlm_grpo.training.methods import Method, Passes, overrides
+from vlm_grpo.training.objective.custom import load_surrogate
+from vlm_grpo.training.objective.losses import Surrogate, completion_weights, compute_loss
+from vlm_grpo.training.objective.token_batch import MetricAccumulator, StepTotals
+from vlm_grpo.training.out_of_memory import TokenBudget, is_out_of_memory
+from vlm_grpo.training.step_batch import (
     Rollout,
     StepAdvantages,
     StepBatch,
@@ -39,13 +46,6 @@ from vlm_grpo.training.batch import (
     is_masked,
     score_slices,
 )
-from vlm_grpo.training.memory_probe import MemoryProbe
-from vlm_grpo.training.methods import Method, Passes, overrides
-from vlm_grpo.training.objective.batch import MetricAccumulator, StepTotals
-from vlm_grpo.training.objective.custom import load_surrogate
-from vlm_grpo.training.objective.losses import Surrogate, completion_weights, compute_loss
-from vlm_grpo.training.out_of_memory import TokenBudget, is_out_of_memory
-from vlm_grpo.training.schedule import build_scheduler
 
 logger = logging.getLogger(__name__)
 

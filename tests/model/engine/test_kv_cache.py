@@ -10,8 +10,8 @@ from tiny_models import sample_groups, text_prompts
 from transformers import CONFIG_MAPPING
 
 from vlm_grpo.config.rollout import DEFAULT_ROLLOUT_TOKENS
-from vlm_grpo.model.engine.batch import LOGIT_BYTES, fit_tokens
 from vlm_grpo.model.engine.kv_cache import count_free_tokens
+from vlm_grpo.model.engine.packing import LOGIT_BYTES, fit_tokens
 from vlm_grpo.model.engine.shared import SharedEngine, _fit, round_up
 
 

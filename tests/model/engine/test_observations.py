@@ -14,7 +14,7 @@ from tiny_models import clip_examples, make_prompt
 from torch import Tensor
 
 from vlm_grpo.errors import UserError
-from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch, Path
+from vlm_grpo.model.engine.packing import GroupSlice, MicroBatch, Path
 from vlm_grpo.model.engine.repeated import extend_prompt
 from vlm_grpo.model.engine.sampling import SamplingSettings
 from vlm_grpo.model.policy import Policy

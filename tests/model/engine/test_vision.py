@@ -12,7 +12,7 @@ from tiny_models import FAMILIES, make_prompt, noise_example, pack_tokens, tiny_
 from torch import Tensor
 
 from vlm_grpo.model.engine import vision as vision_module
-from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch, pack
+from vlm_grpo.model.engine.packing import GroupSlice, MicroBatch, pack
 from vlm_grpo.model.engine.vision import DetachedFeatures, split_passes
 from vlm_grpo.model.families.family import ImageFeatures
 from vlm_grpo.model.policy import Policy

@@ -17,11 +17,11 @@ from vlm_grpo.data.boxes import crop_to_boxes, mask_beyond_boxes
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.planning.plan import plan
-from vlm_grpo.training.batch import Rollout
 from vlm_grpo.training.methods import Passes, build_methods
 from vlm_grpo.training.methods.distillation import load_teacher
-from vlm_grpo.training.objective.batch import StepTotals
 from vlm_grpo.training.objective.losses import policy_loss
+from vlm_grpo.training.objective.token_batch import StepTotals
+from vlm_grpo.training.step_batch import Rollout
 
 
 def test_the_expected_gradient_is_that_of_the_reverse_kl():

@@ -9,9 +9,9 @@ from small_runs import make_embedded_trainer
 
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.errors import UserError
-from vlm_grpo.training.batch import Rollout
 from vlm_grpo.training.methods import Passes, Run
 from vlm_grpo.training.methods.kl import ReferenceKL
+from vlm_grpo.training.step_batch import Rollout
 
 
 def make_reference(device: str, weight: torch.nn.Parameter) -> ReferenceKL:

@@ -13,9 +13,9 @@ from steps import capture_step, let_first_differ
 
 from vlm_grpo.config.methods import ReplaySettings
 from vlm_grpo.errors import UserError
-from vlm_grpo.training.batch import KeptGroup, Rollout, build_slices
 from vlm_grpo.training.methods import Passes
 from vlm_grpo.training.methods.replay import Replay, select_varied
+from vlm_grpo.training.step_batch import KeptGroup, Rollout, build_slices
 from vlm_grpo.training.trainer import Trainer
 from vlm_grpo.types import Completion, Score
 

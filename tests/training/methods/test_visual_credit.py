@@ -12,11 +12,11 @@ from PIL import Image
 from small_runs import make_trainer, read_metrics
 
 from vlm_grpo.media.images import encode_png
-from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
+from vlm_grpo.model.engine.packing import GroupSlice, MicroBatch
 from vlm_grpo.model.families.family import ImageFeatures
 from vlm_grpo.report.page import build_report
-from vlm_grpo.training.batch import Rollout
 from vlm_grpo.training.methods.visual_credit import cover_cells, measure_credit
+from vlm_grpo.training.step_batch import Rollout
 from vlm_grpo.training.trainer import Trainer, train
 from vlm_grpo.training.update import Updater
 from vlm_grpo.types import Example, ImageRef

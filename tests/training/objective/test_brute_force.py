@@ -22,9 +22,9 @@ from torch import Tensor
 
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.training.objective.advantages import group_advantages
-from vlm_grpo.training.objective.batch import StepTotals
 from vlm_grpo.training.objective.kl import KL_ESTIMATORS
 from vlm_grpo.training.objective.losses import policy_loss
+from vlm_grpo.training.objective.token_batch import StepTotals
 
 ALPHABET = 3
 LENGTH = 2

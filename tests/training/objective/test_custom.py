@@ -10,9 +10,9 @@ from groups import make_tokens
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.errors import UserError
 from vlm_grpo.training.objective.advantages import STEP_ESTIMATORS, AdvantageInputs, step_advantages
-from vlm_grpo.training.objective.batch import StepTotals
 from vlm_grpo.training.objective.custom import load_estimator, load_surrogate
 from vlm_grpo.training.objective.losses import policy_loss
+from vlm_grpo.training.objective.token_batch import StepTotals
 
 GUIDE = Path(__file__).parents[3] / "docs/objective.md"
 LOGPROBS, OLD = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.1, -1.8, -0.5])

@@ -15,9 +15,9 @@ from torch import Tensor
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.training.methods import Method, build_methods, find_methods
 from vlm_grpo.training.objective import losses
-from vlm_grpo.training.objective.batch import MetricAccumulator, StepTotals, TokenBatch
 from vlm_grpo.training.objective.kl import k3
 from vlm_grpo.training.objective.losses import completion_weights, compute_loss, policy_loss
+from vlm_grpo.training.objective.token_batch import MetricAccumulator, StepTotals, TokenBatch
 
 LENGTHS = torch.tensor([9, 1, 4, 16, 2, 7, 16, 3])
 MAX_LENGTH = 16

@@ -18,8 +18,8 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 from vlm_grpo.config.objective import LossType, ObjectiveSettings, SamplerCorrection
 from vlm_grpo.training.objective.advantages import group_advantages, per_reward_advantages
-from vlm_grpo.training.objective.batch import StepTotals, TokenBatch
 from vlm_grpo.training.objective.losses import policy_loss
+from vlm_grpo.training.objective.token_batch import StepTotals, TokenBatch
 
 pytestmark = [pytest.mark.usefixtures("float64"), pytest.mark.no_shapes]
 TOLERANCE = 1e-10  # float64: far above rounding (1e-16), far below any difference in formula

@@ -18,7 +18,7 @@ from torch import Tensor
 from vlm_grpo.config.rollout import DEFAULT_ROLLOUT_TOKENS
 from vlm_grpo.model.engine import kernels
 from vlm_grpo.model.engine.attention import LayerState, PrefillAttention
-from vlm_grpo.model.engine.batch import LOGIT_BYTES, fit_tokens
+from vlm_grpo.model.engine.packing import LOGIT_BYTES, fit_tokens
 from vlm_grpo.model.families.family import RECURRENT_TYPES
 from vlm_grpo.model.transfer import copy_to
 

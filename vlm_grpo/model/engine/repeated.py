@@ -19,9 +19,9 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from vlm_grpo.config.rollout import DEFAULT_ROLLOUT_TOKENS
 from vlm_grpo.model.engine.attention import plain_attention
-from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch, Path
 from vlm_grpo.model.engine.graphs import GraphCapture
 from vlm_grpo.model.engine.logprobs import ScoringSettings, TokenScores, add_tokens, score_logits
+from vlm_grpo.model.engine.packing import GroupSlice, MicroBatch, Path
 from vlm_grpo.model.engine.sampling import SamplerState
 from vlm_grpo.model.families.family import ImageFeatures, Unit, place
 from vlm_grpo.model.loading import LoadedModel

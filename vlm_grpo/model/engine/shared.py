@@ -23,7 +23,6 @@ from torch import Tensor
 
 from vlm_grpo.model.engine import kernels
 from vlm_grpo.model.engine.attention import PackedAttention, PrefillAttention
-from vlm_grpo.model.engine.batch import PREFILL_TOKENS, MicroBatch, Path, Segment, split_paths
 from vlm_grpo.model.engine.decode_attention import CachedKeys, DecodeAttention
 from vlm_grpo.model.engine.graphs import (
     KEPT_SHARE,
@@ -37,6 +36,7 @@ from vlm_grpo.model.engine.graphs import (
 from vlm_grpo.model.engine.kernels import GroupSpan
 from vlm_grpo.model.engine.kv_cache import CacheSize, KVCache
 from vlm_grpo.model.engine.logprobs import ScoringSettings, TokenScores, add_tokens, score_tokens
+from vlm_grpo.model.engine.packing import PREFILL_TOKENS, MicroBatch, Path, Segment, split_paths
 from vlm_grpo.model.engine.repeated import Counters, Engine, extend_prompt, join_parts
 from vlm_grpo.model.engine.sampling import SamplerState, SamplingSettings, draw_tokens
 from vlm_grpo.model.engine.slot_scheduler import SlotScheduler

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from vlm_grpo.model.engine.batch import ENCODER_PATCHES
+from vlm_grpo.model.engine.packing import ENCODER_PATCHES
 from vlm_grpo.model.engine.repeated import Counters
 from vlm_grpo.model.families.family import Family, ImageFeatures, Unit
 from vlm_grpo.types import ImageRef, Prompt

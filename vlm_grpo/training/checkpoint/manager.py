@@ -29,8 +29,8 @@ from vlm_grpo.training.checkpoint.resume import (
     get_versions,
     list_changes,
 )
+from vlm_grpo.training.learning_rate import set_rates
 from vlm_grpo.training.rollout import RolloutSampler
-from vlm_grpo.training.schedule import set_rates
 from vlm_grpo.training.update import Updater
 from vlm_grpo.types import Example
 

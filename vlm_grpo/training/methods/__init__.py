@@ -27,24 +27,24 @@ from vlm_grpo.config.methods import (
     read_own_settings,
 )
 from vlm_grpo.errors import UserError
-from vlm_grpo.training.batch import score_slices
 from vlm_grpo.training.objective.kl import image_dependency
+from vlm_grpo.training.step_batch import score_slices
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
     from vlm_grpo.config.objective import ObjectiveSettings
     from vlm_grpo.config.run import Settings
-    from vlm_grpo.data.stream import ExampleStream
+    from vlm_grpo.data.order import ExampleStream
     from vlm_grpo.dist.strategy import Strategy
-    from vlm_grpo.model.engine.batch import GroupSlice
     from vlm_grpo.model.engine.logprobs import TokenScores
+    from vlm_grpo.model.engine.packing import GroupSlice
     from vlm_grpo.model.families.family import ImageFeatures, Unit
     from vlm_grpo.model.policy import Policy
     from vlm_grpo.task import Task
-    from vlm_grpo.training.batch import KeptGroup, Rollout, StepAdvantages, Values
-    from vlm_grpo.training.objective.batch import TokenBatch
     from vlm_grpo.training.objective.losses import LossInputs, Shares
+    from vlm_grpo.training.objective.token_batch import TokenBatch
+    from vlm_grpo.training.step_batch import KeptGroup, Rollout, StepAdvantages, Values
     from vlm_grpo.types import Example, Group, Observed, Prompt
 
 Metrics = dict[str, float]

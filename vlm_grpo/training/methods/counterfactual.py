@@ -24,8 +24,8 @@ from vlm_grpo.model.engine.attention import PackedAttention, find_mask
 from vlm_grpo.model.engine.kernels import Layer, build_window_mask
 from vlm_grpo.model.engine.shared import SharedEngine
 from vlm_grpo.model.policy import Policy
-from vlm_grpo.training.batch import Values
 from vlm_grpo.training.methods import ImageMethod, Passes, Run
+from vlm_grpo.training.step_batch import Values
 
 
 class CounterfactualSettings(MethodSettings):

@@ -11,8 +11,8 @@ from torch import Tensor
 from vlm_grpo.config.methods import CurriculumSettings
 from vlm_grpo.task import Task
 from vlm_grpo.task.scorer import measure_pass
-from vlm_grpo.training.batch import KeptGroup
 from vlm_grpo.training.methods import Groups, Method, Metrics, Run
+from vlm_grpo.training.step_batch import KeptGroup
 from vlm_grpo.types import Group
 
 Observation = tuple[int, float, int]

@@ -30,12 +30,12 @@ from vlm_grpo.dist.collectives import gather_object
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.policy import Policy, load_policy
 from vlm_grpo.task.coordinates import Box
-from vlm_grpo.training.batch import Rollout, Values, is_masked
 from vlm_grpo.training.methods import Method, Passes, Run
-from vlm_grpo.training.objective.batch import PerToken, TokenBatch
 from vlm_grpo.training.objective.kl import k3
 from vlm_grpo.training.objective.losses import LossInputs, Shares
+from vlm_grpo.training.objective.token_batch import PerToken, TokenBatch
 from vlm_grpo.training.snapshot import Snapshot
+from vlm_grpo.training.step_batch import Rollout, Values, is_masked
 from vlm_grpo.types import Example, Group
 
 _IMAGE_SETTINGS = (

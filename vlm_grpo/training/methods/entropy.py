@@ -10,8 +10,8 @@ from torch import Tensor
 from vlm_grpo.config.combinations import get
 from vlm_grpo.config.run import Settings
 from vlm_grpo.dist.collectives import gather_object
-from vlm_grpo.training.batch import Rollout, Values, is_masked
 from vlm_grpo.training.methods import Method
+from vlm_grpo.training.step_batch import Rollout, Values, is_masked
 
 
 class HighEntropy(Method):

@@ -6,10 +6,10 @@ from typing import Any
 from vlm_grpo.config.combinations import get
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.run import Settings
-from vlm_grpo.training.batch import Rollout, Values
 from vlm_grpo.training.methods import Method, Passes, Run
 from vlm_grpo.training.objective.kl import KL_ESTIMATORS
 from vlm_grpo.training.snapshot import Snapshot
+from vlm_grpo.training.step_batch import Rollout, Values
 
 
 class ReferenceKL(Method):

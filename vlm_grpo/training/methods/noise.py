@@ -10,8 +10,8 @@ from PIL import Image
 
 from vlm_grpo.config.methods import MAX_NOISE_STEPS, NoiseSettings
 from vlm_grpo.errors import UserError
-from vlm_grpo.training.batch import KeptGroup
 from vlm_grpo.training.methods import Method, Metrics, Run, Variant
+from vlm_grpo.training.step_batch import KeptGroup
 from vlm_grpo.types import Example
 
 

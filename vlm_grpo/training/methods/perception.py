@@ -17,9 +17,9 @@ from torch import Tensor
 
 from vlm_grpo.config.methods import PerceptionSettings
 from vlm_grpo.dist.collectives import gather_object
-from vlm_grpo.training.batch import Rollout, Values
 from vlm_grpo.training.methods import ImageMethod, Passes
 from vlm_grpo.training.objective.kl import image_dependency
+from vlm_grpo.training.step_batch import Rollout, Values
 from vlm_grpo.types import Example, Group
 
 

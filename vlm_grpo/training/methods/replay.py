@@ -10,8 +10,8 @@ from torch import Tensor
 
 from vlm_grpo.config.methods import ReplaySettings
 from vlm_grpo.task import Task
-from vlm_grpo.training.batch import KeptGroup, TokenLayout, has_spread
 from vlm_grpo.training.methods import Groups, Method, Metrics
+from vlm_grpo.training.step_batch import KeptGroup, TokenLayout, has_spread
 from vlm_grpo.types import Completion, Score
 
 

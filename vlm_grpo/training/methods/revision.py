@@ -21,8 +21,8 @@ from pydantic import Field
 from vlm_grpo.config.methods import MethodSettings
 from vlm_grpo.errors import UserError
 from vlm_grpo.task import Task
-from vlm_grpo.training.batch import KeptGroup, Rollout, StepAdvantages
 from vlm_grpo.training.methods import Groups, Method, Metrics, Run
+from vlm_grpo.training.step_batch import KeptGroup, Rollout, StepAdvantages
 from vlm_grpo.types import Group, Observed
 
 

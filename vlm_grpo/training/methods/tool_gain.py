@@ -19,8 +19,8 @@ from torch import Tensor
 
 from vlm_grpo.config.methods import MethodSettings
 from vlm_grpo.task import Task
-from vlm_grpo.training.batch import KeptGroup, Rollout, StepAdvantages, is_masked
 from vlm_grpo.training.methods import Groups, Method, Metrics
+from vlm_grpo.training.step_batch import KeptGroup, Rollout, StepAdvantages, is_masked
 from vlm_grpo.types import Group
 
 

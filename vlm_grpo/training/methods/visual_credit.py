@@ -30,9 +30,9 @@ from vlm_grpo.dist.collectives import gather_object
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.families.family import ImageFeatures, Unit
 from vlm_grpo.task.coordinates import Box
-from vlm_grpo.training.batch import Rollout, Values
 from vlm_grpo.training.methods import Method, Metrics, Passes, Run
 from vlm_grpo.training.snapshot import Snapshot
+from vlm_grpo.training.step_batch import Rollout, Values
 from vlm_grpo.types import Example, Group, ImageRef
 
 CELLS = 8

@@ -15,10 +15,10 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.task import FAILURES, Task
 from vlm_grpo.task.episodes import EnvironmentRunner, demonstrate
-from vlm_grpo.training.batch import Rollout
 from vlm_grpo.training.methods import Method, Run
-from vlm_grpo.training.objective.batch import TokenBatch
 from vlm_grpo.training.objective.losses import LossInputs
+from vlm_grpo.training.objective.token_batch import TokenBatch
+from vlm_grpo.training.step_batch import Rollout
 from vlm_grpo.types import (
     TARGET_COLUMN,
     Completion,

@@ -15,8 +15,8 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.task import FAILURES
 from vlm_grpo.task.registry import load_file
 from vlm_grpo.training.objective.advantages import STEP_ESTIMATORS, AdvantageInputs, StepEstimator
-from vlm_grpo.training.objective.batch import TokenBatch
 from vlm_grpo.training.objective.losses import Surrogate
+from vlm_grpo.training.objective.token_batch import TokenBatch
 
 LENGTHS = (3, 1, 4, 2)
 """Tokens of the completions that a loss is checked on."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from vlm_grpo.training.objective.batch import PerToken
+from vlm_grpo.training.objective.token_batch import PerToken
 
 # With x ~ policy and d = log policy(x) − log reference(x) (J. Schulman, "Approximating KL
 # Divergence", 2020):

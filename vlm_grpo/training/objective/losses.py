@@ -18,8 +18,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from vlm_grpo.config.objective import ObjectiveSettings
-from vlm_grpo.training.objective.batch import MetricAccumulator, PerToken, StepTotals, TokenBatch
 from vlm_grpo.training.objective.kl import KL_ESTIMATORS, k3
+from vlm_grpo.training.objective.token_batch import (
+    MetricAccumulator,
+    PerToken,
+    StepTotals,
+    TokenBatch,
+)
 
 Surrogate = Callable[[PerToken, TokenBatch, ObjectiveSettings], PerToken]
 """Maps the importance ratios of M tokens, the batch, with its ``old_logprobs``, and the settings to

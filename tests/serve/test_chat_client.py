@@ -11,7 +11,7 @@ from judge_server import Reply, run_judge
 from PIL import Image
 
 from vlm_grpo.errors import UserError
-from vlm_grpo.serve.chat import ChatClient, Endpoint, build_messages
+from vlm_grpo.serve.chat_client import ChatClient, Endpoint, build_messages
 from vlm_grpo.utils.chat import ThinkingTags, Turn
 from vlm_grpo.utils.http_json import ServiceError
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.dist.collectives import gather_object
-from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch, find_trunks, pack
 from vlm_grpo.model.engine.logprobs import TokenScores
+from vlm_grpo.model.engine.packing import GroupSlice, MicroBatch, find_trunks, pack
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.model.transfer import copy_to
 from vlm_grpo.task import Task
@@ -32,7 +32,7 @@ from vlm_grpo.training.objective.advantages import (
     per_reward_advantages,
     step_advantages,
 )
-from vlm_grpo.training.objective.batch import TokenBatch
+from vlm_grpo.training.objective.token_batch import TokenBatch
 from vlm_grpo.types import Completion, Group, Prompt, Score
 
 logger = logging.getLogger(__name__)

@@ -10,10 +10,10 @@ from groups import make_advantages, make_group
 
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.model.engine.batch import find_trunks, pack
-from vlm_grpo.training import batch as batches
-from vlm_grpo.training.batch import Rollout, StepAdvantages, StepBatch, has_spread
+from vlm_grpo.model.engine.packing import find_trunks, pack
+from vlm_grpo.training import step_batch as batches
 from vlm_grpo.training.speed import GIB, memory_metrics
+from vlm_grpo.training.step_batch import Rollout, StepAdvantages, StepBatch, has_spread
 from vlm_grpo.training.update import pack_step
 from vlm_grpo.types import Group
 

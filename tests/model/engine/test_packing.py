@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_grpo.model.engine.batch import GroupSlice, pack
+from vlm_grpo.model.engine.packing import GroupSlice, pack
 from vlm_grpo.types import Example, Prompt
 
 

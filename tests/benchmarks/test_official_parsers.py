@@ -8,7 +8,7 @@ import pytest
 from vlm_grpo.benchmarks.definition import load_benchmark
 from vlm_grpo.task import Task
 from vlm_grpo.task.coordinates import FRAMES
-from vlm_grpo.tasks.graders.official import READERS, begins_word, unwrap
+from vlm_grpo.tasks.graders.official_parsers import READERS, begins_word, unwrap
 from vlm_grpo.types import Example, ImageRef
 
 BOX = {"boxes": [[0, 0, 10, 10]]}

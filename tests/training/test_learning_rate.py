@@ -11,7 +11,7 @@ from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.dist.optimizer import build_optimizer, load_optimizer_tensors, optimizer_tensors
 from vlm_grpo.errors import UserError
-from vlm_grpo.training.schedule import build_schedule, build_scheduler, get_rates, set_rates
+from vlm_grpo.training.learning_rate import build_schedule, build_scheduler, get_rates, set_rates
 
 PARTS = {
     "model.visual.blocks.0.attn.qkv.weight": "vision",
