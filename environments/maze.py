@@ -12,7 +12,8 @@ from typing import Any, Literal
 from PIL import Image, ImageDraw, ImageFont
 
 from vlm_grpo.task import metric, reward
-from vlm_grpo.task.environment import Environment, ToolError, tool
+from vlm_grpo.task.environment import Environment, tool
+from vlm_grpo.task.tool_calls import ToolError
 from vlm_grpo.types import Candidate, Example, ToolCall
 
 Cell = tuple[int, int]  # column and row

@@ -15,8 +15,8 @@ from vlm_grpo.environments.clients.sessions import (
 )
 from vlm_grpo.errors import UserError
 from vlm_grpo.media.images import encode_png
-from vlm_grpo.task.environment import ToolError
 from vlm_grpo.task.rewards import reward
+from vlm_grpo.task.tool_calls import ToolError
 from vlm_grpo.types import Candidate, Example
 from vlm_grpo.utils import trust
 

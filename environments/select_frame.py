@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from PIL import Image
 
 from vlm_grpo.media.videos import decode_frames
-from vlm_grpo.task.environment import Environment, ToolError, tool
+from vlm_grpo.task.environment import Environment, tool
+from vlm_grpo.task.tool_calls import ToolError
 from vlm_grpo.types import Example, ToolCall, VideoRef
 
 

@@ -14,7 +14,7 @@ from vlm_grpo.environments.clients.sessions import (
     import_extra,
 )
 from vlm_grpo.errors import UserError
-from vlm_grpo.task.environment import ToolError
+from vlm_grpo.task.tool_calls import ToolError
 from vlm_grpo.types import Example
 from vlm_grpo.utils import trust
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from PIL import Image
 
 from vlm_grpo.task.coordinates import Box
-from vlm_grpo.task.environment import Environment, ToolError, tool
+from vlm_grpo.task.environment import Environment, tool
+from vlm_grpo.task.tool_calls import ToolError
 from vlm_grpo.types import Example, ToolCall
 
 MOST_ASPECT = 100  #: longest side of a part, in its shortest

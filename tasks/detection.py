@@ -14,7 +14,8 @@ from vlm_grpo.task import Task, metric, reward
 from vlm_grpo.task.coordinates import Box, gold_boxes
 from vlm_grpo.task.drawing import draw_boxes
 from vlm_grpo.task.parsing import parse_boxes
-from vlm_grpo.task.scores import coco_average_precision, f1, iou_matrix, match
+from vlm_grpo.task.scores import f1, iou_matrix, match
+from vlm_grpo.tasks.graders.average_precision import coco_average_precision
 from vlm_grpo.types import Example, LabeledBoxes
 
 Objects = tuple[tuple[Box, str], ...]

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from PIL import Image
 
 from vlm_grpo.task import reward
-from vlm_grpo.task.environment import Environment, Point, ToolError, tool
+from vlm_grpo.task.environment import Environment, Point, tool
+from vlm_grpo.task.tool_calls import ToolError
 from vlm_grpo.types import Candidate, Example, ToolCall
 
 

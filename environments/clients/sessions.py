@@ -22,7 +22,8 @@ from PIL import Image
 
 from vlm_grpo.errors import UserError
 from vlm_grpo.task.coordinates import CoordinateFrame
-from vlm_grpo.task.environment import Environment, Tool, ToolError
+from vlm_grpo.task.environment import Environment, Tool
+from vlm_grpo.task.tool_calls import ToolError
 from vlm_grpo.types import Example, Observed
 from vlm_grpo.utils.worker_pool import WorkerError
 

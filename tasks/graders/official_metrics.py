@@ -13,7 +13,8 @@ from rapidfuzz.distance import Levenshtein
 
 from vlm_grpo.task.coordinates import Box, gold_boxes
 from vlm_grpo.task.parsing import NUMBER_WORDS
-from vlm_grpo.task.scores import anls, coco_average_precision, iou, iou_matrix
+from vlm_grpo.task.scores import anls, iou, iou_matrix
+from vlm_grpo.tasks.graders.average_precision import coco_average_precision
 from vlm_grpo.types import Example
 
 

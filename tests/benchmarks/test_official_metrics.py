@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from vlm_grpo.benchmarks.definition import load_benchmark
-from vlm_grpo.task.scores import anls, coco_average_precision, iou
+from vlm_grpo.task.scores import anls, iou
 from vlm_grpo.tasks.graders import official_metrics as official
+from vlm_grpo.tasks.graders.average_precision import coco_average_precision
 from vlm_grpo.tasks.graders.official_metrics import CORPUS_RULES, RULES, error_rate
 from vlm_grpo.types import Example, ImageRef, VideoRef
 

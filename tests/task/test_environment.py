@@ -11,7 +11,8 @@ from small_environments import EXAMPLE, Tools, see, write
 from vlm_grpo.errors import UserError
 from vlm_grpo.task import registry
 from vlm_grpo.task.coordinates import FRAMES, Box
-from vlm_grpo.task.environment import Environment, find_tools, parse_call, tool
+from vlm_grpo.task.environment import Environment, find_tools, tool
+from vlm_grpo.task.tool_calls import parse_call
 from vlm_grpo.types import Example, Observed, ToolCall
 
 TAGS = Environment.call_tags

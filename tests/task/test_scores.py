@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torchvision.ops import box_iou, generalized_box_iou
 
 from vlm_grpo.task import scores
-from vlm_grpo.task.scores import Box, coco_average_precision, error_rate, f1, iou, matched_mean
+from vlm_grpo.task.scores import Box, error_rate, f1, iou, matched_mean
+from vlm_grpo.tasks.graders.average_precision import coco_average_precision
 
 # Few letters, so that most distances lie between the extremes.
 WORDS = st.text(alphabet="abAB 你", max_size=12)

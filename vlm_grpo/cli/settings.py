@@ -1,4 +1,4 @@
-"""``vlm-grpo settings`` and ``vlm-grpo tasks``: what there is to set and to train."""
+"""``vlm-grpo settings``: what there is to set."""
 
 from __future__ import annotations
 

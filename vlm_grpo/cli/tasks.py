@@ -1,4 +1,4 @@
-"""The command tasks."""
+"""``vlm-grpo tasks``: what there is to train."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compare runs: pairwise on the same held-out examples, and by the settings that differ."""
+"""Comparison of runs, pairwise on the same held-out examples."""
 
 import itertools
 from collections.abc import Sequence
