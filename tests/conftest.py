@@ -71,10 +71,8 @@ def _seeds() -> None:
 
 @pytest.fixture(autouse=True)
 def _form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first samples of a run are compared with transformers in tests that check shapes.
-
-    A comparison is a tenth of a small run, and always has the same result for the same model.
-    """
+    """Compare the first samples of a run with transformers in tests that check shapes only; it is a
+    tenth of a small run, and always has the same result for the same model."""
     if request.node.get_closest_marker("no_shapes"):
 
         def choose(policy: Any, prompts: Any) -> None:
@@ -135,10 +133,7 @@ def find_path(node: pytest.Item | pytest.Collector) -> str:
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[Any]:
     """Import the test files untraced, but for those by which coverage is measured, and after its
-    modules.
-
-    PyTorch is not imported before: a process that only hands out tests (-n) starts without it.
-    """
+    modules; PyTorch first here: a process that only hands out tests (-n) starts without it."""
     with untraced():
         import_module("torch").set_num_threads(1)
     formulas = (f"training.objective.{name}" for name in ("advantages", "custom", "losses"))
@@ -149,12 +144,8 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[Any]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run files with slow tests first; measure coverage by own tests, and check shapes in them;
-    skip ``gpu`` tests on CPUs.
-
-    Tracing adds a third to the time of any test, and triples that of the slow tests with a hundred
-    thousand random texts, which reach no additional lines. Checks double the time of a small run.
-    """
+    """Run files with slow tests first; skip ``gpu`` tests on CPUs. Coverage and shapes are measured
+    and checked by own tests: tracing adds a third to a test's time, and checks double it."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     has_gpu = import_module("torch").cuda.is_available()
     for item in items:
@@ -171,10 +162,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave the objects of the imported libraries and of the tests out of later collections.
-
-    There are millions, and visiting them takes a third of a small run.
-    """
+    """Leave the millions of objects of the imported libraries out of later collections, which would
+    take a third of a small run to visit them."""
     gc.collect()
     gc.freeze()
 

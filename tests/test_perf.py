@@ -9,7 +9,6 @@ import re
 import select
 import subprocess
 import sys
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,9 @@ from typing import Any
 import forked
 import pytest
 import torch
-from family_policies import POLICIES, build_batch, build_policy, build_prompt
+from family_policies import POLICIES, build_batch, build_policy, build_prompt, move_to_meta
 
 from vlm_grpo.model.engine import kernels
-from vlm_grpo.model.families.family import ImageFeatures
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = ROOT / "perf/gpu.py"
@@ -129,14 +127,7 @@ def test_attention_without_varlen_needs_no_kernel_of_a_cpu(perf, monkeypatch):
         monkeypatch.setattr(module, name, getattr(module, name))  # restored after the test
     perf("step_time_vlm_grpo").use_dense_attention()
     policy, _ = build_policy("qwen2_5_vl", POLICIES["lora-bfloat16"], text=2)
-    prompt = build_prompt(policy)
-    engine: Any = policy.engine
-    prefix = engine.build_prefixes([prompt], policy.counters)[0]
-    features = tuple(ImageFeatures(f.embeds.to("meta")) for f in prefix.features)
-    prefix = replace(prefix, features=features)
-    monkeypatch.setattr(engine, "encoder", lambda *_: {})
-    monkeypatch.setattr(engine, "_build_prefix", lambda *_: prefix)
-    policy.model.to("meta")
+    move_to_meta(monkeypatch, policy, prompt := build_prompt(policy))
     with torch.profiler.profile() as profiler:
         policy.score(build_batch(prompt)).logprobs.sum().backward()
     names = {event.key for event in profiler.key_averages()}

@@ -1,8 +1,5 @@
-"""The connections between the parts of a step: its gradient from the raw groups, its effect.
-
-The pure functions have tests of their own. Here the Trainer runs, and each of its gradients is
-computed once more by ``plain_step`` from the completions and their rewards.
-"""
+"""The connections between the parts of a step: the Trainer runs, and its gradients are computed
+once more by ``plain_step`` from the completions and their rewards."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,9 +10,10 @@ import pytest
 import torch
 from gradients import relative_distance
 from plain_step import PlainModel, PlainStep, compute_gradient
+from recorded import record_calls
 from small_environments import Peek
 from small_runs import save_tiny_model, small_run
-from steps import capture_step, let_first_differ
+from steps import capture_step, let_first_differ, record_updates
 from tiny_models import noise_example
 from torch import Tensor
 
@@ -194,26 +192,16 @@ def make_trainer(settings: Settings, environment: Any = None, **weights: float) 
 
 
 class Recorder:
-    """A record of the weights and gradients of a trainer's updates, before the optimizer."""
+    """The groups of a trainer's steps, and the weights and gradients before its updates."""
 
     def __init__(self, trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.trainer, self.groups = trainer, list[Sequence[Group]]()
-        self.weights, self.gradients = list[dict[str, Tensor]](), list[dict[str, Tensor]]()
-        sample, step = trainer.sampler.sample, trainer.strategy.step
+        self.trainer = trainer
+        self.samples = record_calls(monkeypatch, trainer.sampler, "sample")
+        self.weights, self.gradients = record_updates(monkeypatch, trainer.strategy)
 
-        def record_groups(*arguments: Any) -> Any:
-            rollout = sample(*arguments)
-            self.groups.append(rollout.groups)
-            return rollout
-
-        def record_update() -> float:
-            trained = trainer.strategy.trainable
-            self.weights.append({name: w.detach().clone() for name, w in trained})
-            self.gradients.append({n: w.grad.clone() for n, w in trained if w.grad is not None})
-            return step()
-
-        monkeypatch.setattr(trainer.sampler, "sample", record_groups)
-        monkeypatch.setattr(trainer.strategy, "step", record_update)
+    @property
+    def groups(self) -> list[Sequence[Group]]:
+        return [call.result.groups for call in self.samples]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,8 +1,5 @@
-"""Broken files of every format: each is refused with its file, its place and the reason.
-
-``broken_files.yaml`` has what breaks a file, and the part of the message that says so; the changes
-that take code are here.
-"""
+"""Broken files of every format are refused with file, place and reason; ``broken_files.yaml`` has
+the changes and messages that take no code."""
 
 import copy
 import json

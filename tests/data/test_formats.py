@@ -193,14 +193,11 @@ def test_clips_of_a_sample_are_its_videos(tmp_path):
     assert (clip.kind, clip.num_frames, clip.load().size) == ("video", 4, (4 * 64, 48))
 
 
-def test_several_files_are_one_source(tmp_path):
+def test_several_files_are_one_source_whose_rows_are_numbered_on(tmp_path):
     write_files(tmp_path, {f"s-0{number}.tar": make_tar(SAMPLES) for number in range(3)})
     for pattern in ("s-*.tar", "s-0[012].tar", "."):
         ids = [example.id for example in load(tmp_path / pattern)]
         assert ids == [f"s-0{number}/{n}" for number in range(3) for n in "ab"]
-
-
-def test_rows_of_several_files_are_numbered_on(tmp_path):
     write_files(tmp_path, {f"{n}.jsonl": [make_row(id=..., images=[])] * 2 for n in range(2)})
     assert [e.id for e in load(tmp_path / "*.jsonl")] == [f"row-{n}" for n in range(1, 5)]
     pattern = tmp_path / "2*.jsonl"

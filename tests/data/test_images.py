@@ -69,7 +69,7 @@ def test_a_pil_image_without_pixels_is_a_bad_row():
     assert message.count("a PIL image must be complete and still open") == 4
 
 
-def test_the_type_of_what_is_not_an_image_is_named():
+def test_what_is_not_an_image_and_a_path_without_a_root_or_with_an_endless_one_are_named(tmp_path):
     for value, name in (
         (np.zeros((90, 90, 3)), r"numpy\.ndarray: use Image\.fromarray"),
         *((io.BytesIO(), r"_io\.BytesIO"), (iter(["a.png"]), "list_iterator"), (None, "None")),
@@ -77,9 +77,6 @@ def test_the_type_of_what_is_not_an_image_is_named():
         problem = f"^an image must be a path, encoded bytes or a PIL image, not {name}$"
         with pytest.raises(ValueError, match=problem):
             MediaReader(None, 100).read(value, "row 1")
-
-
-def test_a_path_without_a_root_or_with_an_endless_one_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"image a\.png is a path: set data\.image_root"):
         MediaReader(None, 10**6).read("a.png", "row 1")
     loop = tmp_path / "loop"

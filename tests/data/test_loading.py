@@ -174,7 +174,7 @@ def test_a_limit_that_no_source_takes_is_refused():
     assert [source.limit for source in limits] == [6, 5]
 
 
-def test_rows_may_name_their_tasks(tmp_path):
+def test_rows_may_name_their_tasks_which_must_be_known(tmp_path):
     settings = build_settings(tmp_path, *ROWS, **BY_ROW)
     task = load_run_task(settings)
     examples = loading.load_split(settings, task, "train")
@@ -183,9 +183,6 @@ def test_rows_may_name_their_tasks(tmp_path):
     assert [type(task.resolve(e)[1]).__name__ for e in examples] == ["Counting", "OCR"]
     assert [dict(e.meta) for e in examples] == [{}, {}]
     assert settings.task_names == ("counting", "ocr")
-
-
-def test_rows_that_name_no_known_task_are_refused(tmp_path):
     for row, message in (
         ({**ROWS[0], "kind": "grounding"}, "rows.jsonl:2: its source 'grounding' is none of"),
         ({**ROWS[0], "kind": 3}, "rows.jsonl:2: its column kind must name its task"),
@@ -231,13 +228,10 @@ def choose(text: str, difficulty: str | Path | None = None) -> list[str]:
     return [example.id for example in chosen]
 
 
-def test_a_column_of_the_rows_or_a_file_has_the_numbers(tmp_path):
+def test_a_column_or_a_file_has_the_numbers_and_what_has_none_or_no_rows_is_refused(tmp_path):
     assert choose("0.1 < pass_rate < 0.4") == ["2", "3"]
     rows = [{"id": str(n), "pass_rate": 1 - n / 10} for n in range(11)]
     assert choose("pass_rate >= 0.9", write_rows(tmp_path, *rows)) == ["0", "1"]
-
-
-def test_what_has_no_number_and_an_empty_choice_are_refused(tmp_path):
     for text, path, message in (
         ("kind > 0", None, r"(?s)example 0.*: it has no number kind.*vlm-grpo sample RECIPE"),
         ("other > 0", None, "example 0.*: it has no number other"),

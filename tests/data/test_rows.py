@@ -117,7 +117,7 @@ def test_few_bad_boxes_boxes_below_a_pixel_and_forms_of_boxes_that_are_known_are
         assert f"its answer has {name}, which box_format and box_scale do not convert" in message
 
 
-def test_columns_with_other_names_are_mapped(folder):
+def test_columns_with_other_names_are_mapped_and_all_others_are_meta(folder):
     values = {"uid": "x", "ask": "How many?", "n": 3, "png": "a.png"}
     columns = {"id": "uid", "question": "ask", "answer": "n", "images": "png"}
     example = convert(values, columns, folder)
@@ -126,6 +126,11 @@ def test_columns_with_other_names_are_mapped(folder):
     message = r"no asked \(did you mean ask\?\); it has uid, ask, n, png"
     with pytest.raises(ValueError, match=message):
         convert(values, {"question": "asked"})
+    meta = {"image_id": 7, "source": "a book", "tags": [], "n": 1}  # of a row without images
+    assert dict(convert({"question": "?", "answer": 3, **meta}).meta) == meta
+    message = r"it has no question; it has 1, None: set data\.columns\.question=…"
+    with pytest.raises(ValueError, match=message):
+        convert({1: 2, None: 3})
 
 
 def test_an_answer_of_another_toolkit_has_several_readings():
@@ -173,11 +178,3 @@ def test_a_misnamed_image_column_is_named_with_the_remedy():
         with pytest.raises(ValueError, match=message):
             convert(values)
         assert convert({**values, "images": []}).images == ()
-
-
-def test_other_columns_of_a_row_without_images_are_meta():
-    meta = {"image_id": 7, "source": "a book", "tags": [], "n": 1}
-    assert dict(convert({"question": "?", "answer": 3, **meta}).meta) == meta
-    message = r"it has no question; it has 1, None: set data\.columns\.question=…"
-    with pytest.raises(ValueError, match=message):
-        convert({1: 2, None: 3})

@@ -83,22 +83,18 @@ def test_a_resumed_run_writes_the_same_file(command):
     assert not list(command.out.parent.glob(".*")), "no temporary file is left"
 
 
-def test_a_complete_output_is_not_written_again(command):
+def test_a_complete_output_is_not_written_again_and_one_of_another_command_is_an_error(command):
     assert command(build(make_rows(3))) == 0
     before = command.out.stat().st_mtime_ns
     assert command(build(make_rows(5))) == 0
     assert "is already written; nothing to do" in command.printed
     assert command.out.stat().st_mtime_ns == before
-
-
-def test_an_output_of_another_command_is_an_error(command):
-    assert command(build(make_rows(3))) == 0
     for change in ("--split=train", "--limit=2", "--seed=3", "--allow-partial"):
         assert command(build(make_rows(3)), change) == 2
         assert "was made by another command or from another source" in command.error
 
 
-def test_limit_samples_rows_by_the_seed(command):
+def test_limit_samples_rows_by_the_seed_and_replaces_bad_ones(command):
     converter, sampled = build(make_rows(100)), {}
     for seed in ("1", "1", "2"):
         assert command(converter, "--limit=10", f"--seed={seed}") == 0
@@ -109,9 +105,6 @@ def test_limit_samples_rows_by_the_seed(command):
     numbers = [int(name.removeprefix("row-")) for name in sampled["1"]]
     assert numbers == sorted(numbers), "sampled rows keep the source's order"
     assert max(numbers) > 50, "the sample is not just the first rows"
-
-
-def test_limit_replaces_bad_rows(command):
     images = [None if i % 3 == 0 else png(shade=i) for i in range(40)]
     converter = build([ConvertedRow(str(i), (im,), "?", i) for i, im in enumerate(images)])
     assert command(converter, "--limit=10") == 2, "a row of the sample has no image"

@@ -1,7 +1,9 @@
 """Policies of the small random models of every family, and their comparison with transformers."""
 
+from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from family_models import BUILDERS
 from gradients import relative_distance
@@ -22,10 +24,11 @@ from vlm_grpo.model.engine.activations import enable_gradient_checkpointing
 from vlm_grpo.model.engine.attention import use_shared_attention
 from vlm_grpo.model.engine.packing import MicroBatch
 from vlm_grpo.model.engine.sampling import build_sampling_distribution
-from vlm_grpo.model.families.family import place
+from vlm_grpo.model.families.family import ImageFeatures, place
 from vlm_grpo.model.families.known import load_family
 from vlm_grpo.model.loading import LoadedModel
 from vlm_grpo.model.policy import Policy
+from vlm_grpo.model.sharing_check import why_not_shared
 from vlm_grpo.types import Prompt
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -58,6 +61,17 @@ def build_policy(name: str, values: dict[str, Any], **depths: int) -> tuple[Poli
     return Policy(loaded, distribution), settings
 
 
+def move_to_meta(monkeypatch: pytest.MonkeyPatch, policy: Policy, prompt: Prompt) -> None:
+    """Move the model and the prompt's features to the device with the shapes of a GPU's kernels."""
+    engine: Any = policy.engine
+    (prefix,) = engine.build_prefixes([prompt], policy.counters)
+    features = tuple(ImageFeatures(f.embeds.to("meta")) for f in prefix.features)
+    prefix = replace(prefix, features=features)
+    monkeypatch.setattr(engine, "encoder", lambda *_: {})
+    monkeypatch.setattr(engine, "_build_prefix", lambda *_: prefix)
+    policy.model.to("meta")
+
+
 def build_prompt(policy: Policy, side: int = 112) -> Prompt:
     return make_prompt(policy, noise_example("a", [(side, side)]))
 
@@ -86,7 +100,7 @@ def build_family_policy(
         model.set_experts_implementation("eager")
     family, adapters = load_family(model.config), None
     if shared:
-        assert family.why_not_shared(model.config) is None
+        assert why_not_shared(family, model.config) is None
         use_shared_attention(family, model)
     if policy is not None:
         settings = PolicySettings.model_validate(policy)
@@ -149,11 +163,8 @@ def read_gradient(policy: Policy) -> dict[str, Tensor]:
 
 
 def compare_with_transformers(name: str) -> tuple[float, float]:
-    """Compare a family's shared form with plain forward passes, in float64.
-
-    Return the largest difference of log-probabilities in nats, and the relative difference of the
-    gradients of a weighted sum of them.
-    """
+    """Compare a family's shared form with plain forward passes in float64; return the largest
+    difference of log-probs in nats, and the relative one of the gradients of a weighted sum."""
     logprobs: list[Tensor] = []
     gradients: list[dict[str, Tensor]] = []
     for shared in (False, True):

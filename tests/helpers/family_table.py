@@ -1,7 +1,5 @@
-"""Build the tables of docs/families.md from the families and their small models.
-
-Run ``python tests/helpers/family_table.py`` to print them.
-"""
+"""Build the tables of docs/families.md from the families and their small models; as a program,
+print them."""
 
 import re
 from collections import Counter
@@ -19,6 +17,7 @@ from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from vlm_grpo.model.families.known import load_family
+from vlm_grpo.model.sharing_check import why_not_shared
 from vlm_grpo.task.coordinates import FRAMES
 
 GUIDE = (Path(__file__).parents[2] / "docs/families.md").read_text("utf-8")
@@ -80,7 +79,7 @@ def build_form_table() -> str:
     rows = []
     for name, title in names.items():
         config = build_family_model(name)[0].config
-        reason = load_family(config).why_not_shared(config)
+        reason = why_not_shared(load_family(config), config)
         cells = [title, f"repeated: {reason}", "—", "—"]
         if reason is None:
             figures = (f"{figure:.0e}" for figure in compare_with_transformers(name))
@@ -95,7 +94,7 @@ def classify(kind: str) -> str:
     model: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
     if model is not None and not issubclass(model, hf.GenerationMixin):
         return "refused: it does not write text token by token"
-    if (reason := load_family(config).why_not_shared(config)) is not None:
+    if (reason := why_not_shared(load_family(config), config)) is not None:
         return f"repeated: {reason}"
     if kind in {*FAMILIES, *BUILDERS}:
         return "shared, compared with images above"

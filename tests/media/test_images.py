@@ -35,20 +35,14 @@ def test_lossless_formats_keep_all_pixels(kind):
         assert pixels(decode_image(encode(image, kind))) == COLORS.tolist()
 
 
-def test_16_bit_images_are_scaled_to_8_bits():
+def test_16_bits_become_8_transparent_pixels_white_and_an_animation_its_first_frame():
     # 0x0100, 0x8000 and 0xFFFF are 1, 128 and 255 of 255; Pillow's conversion clips all to 255.
     image = Image.fromarray(np.array([[0, 0x0100, 0x8000, 0xFFFF]], np.uint16))
     assert [p[0] for p in pixels(decode_image(encode(image, "PNG")))[0]] == [0, 1, 128, 255]
-
-
-def test_transparent_pixels_become_white():
     image = SMALL.copy()
     image.putalpha(Image.fromarray(np.array([[0, 255, 255], [255, 255, 0]], np.uint8)))
     shown = pixels(decode_image(encode(image, "PNG")))
     assert (shown[0][0], shown[0][1], shown[1][2]) == ([255] * 3, [0, 255, 0], [255] * 3)
-
-
-def test_an_animation_yields_its_first_frame():
     frames = [Image.new("RGB", (4, 4), color) for color in ("red", "blue")]
     file = encode(frames[0], "GIF", save_all=True, append_images=frames[1:])
     assert pixels(decode_image(file))[0][0] == [255, 0, 0]

@@ -5,7 +5,7 @@ from transformers.utils.logging import enable_progress_bar
 
 from vlm_grpo.config.data import PILLOW_WARNS_AT
 from vlm_grpo.eval.predict import read_image
-from vlm_grpo.model import loading
+from vlm_grpo.model import doctor, loading
 from vlm_grpo.model.doctor import diagnose
 from vlm_grpo.model.engine.shared import PrefixInputs
 from vlm_grpo.model.families.family import Family
@@ -27,7 +27,8 @@ def test_both_forms_of_the_embedded_model_agree(tmp_path):
 def test_a_model_of_no_known_family_without_a_shared_form(monkeypatch, capsys):
     enable_progress_bar()
     monkeypatch.setattr(loading, "load_family", lambda config: Family())
-    monkeypatch.setattr(Family, "why_not_shared", lambda *_: "no reason")
+    for module in (doctor, loading):
+        monkeypatch.setattr(module, "why_not_shared", lambda *_: "no reason")
     lines = list(diagnose("embedded"))
     assert lines[1].startswith("family       none of the known ones, coordinate frame")
     assert lines[-1] == "form         one prompt pass per completion: no reason"

@@ -74,10 +74,14 @@ def test_the_text_and_the_images_of_a_turn_are_checked_before_a_run(prompts):
             prompts.select_usable([example], TASK)
 
 
-def test_a_prompt_that_the_processor_refuses_is_one_message():
+def test_a_prompt_that_the_processor_or_the_chat_template_refuses_is_one_message():
     policy = build_family_policy("paligemma")
     with pytest.raises(UserError, match=r"the model's processor refuses .* `images` are"):
         make_prompt(policy, noise_example("a", []))
+    embedded = load_prompt_builder(load_settings("counting"))
+    embedded.processor.chat_template = "{{ raise_exception('only text') }}"
+    with pytest.raises(UserError, match=r"^rows\.jsonl:3: example a: only text$"):
+        embedded.build(embedded.with_resized_sizes(ask("?")), TASK)
 
 
 @pytest.mark.parametrize(
@@ -136,14 +140,6 @@ def cut(example: Example) -> Example:
 def test_what_keeps_a_prompt_from_being_built_is_named(prompts, example, task, reason):
     with pytest.raises(UserError, match=re.escape(reason)):
         prompts.build(prompts.with_resized_sizes(example), task)
-
-
-def test_a_chat_template_that_refuses_a_prompt_is_named():
-    embedded = load_prompt_builder(load_settings("counting"))
-    template = "{{ raise_exception('only text') }}"
-    embedded.processor.chat_template = template
-    with pytest.raises(UserError, match=r"^rows\.jsonl:3: example a: only text$"):
-        embedded.build(embedded.with_resized_sizes(ask("?")), TASK)
 
 
 def test_an_image_is_decoded_once_while_it_is_recent(monkeypatch):

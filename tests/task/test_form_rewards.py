@@ -15,7 +15,7 @@ EXAMPLE = Example("1", (), "How many?", 3)
 
 
 @pytest.mark.parametrize("cache", [1, 20, 100])
-def test_the_penalty_is_that_of_dapo(cache):
+def test_the_penalty_is_that_of_dapo_also_without_an_answer_but_not_without_a_length(cache):
     """TRL's get_soft_overlong_punishment gives the same values."""
     task = load_task("counting", weights={"overlong": 1}, overlong_cache=cache, token_limit=100)
     for tokens in (1, 79, 80, 81, 90, 99, 100, 101, 500):
@@ -23,13 +23,9 @@ def test_the_penalty_is_that_of_dapo(cache):
         if 100 - cache < tokens <= 100:
             expected = (100 - cache - tokens) / cache
         assert task.score("3", EXAMPLE, tokens).rewards["overlong"] == pytest.approx(expected)
-
-
-def test_a_completion_without_an_answer_is_penalized_and_one_without_a_length_not():
-    task = load_task("counting", weights={"overlong": 1}, overlong_cache=20, token_limit=100)
-    score = task.score("many", EXAMPLE, 90)
-    assert score.answer is None
-    assert score.total == score.rewards["overlong"] == -0.5
+        silent = task.score("many", EXAMPLE, tokens)
+        assert silent.answer is None
+        assert silent.total == silent.rewards["overlong"] == pytest.approx(expected)
     alone = task.score("3", EXAMPLE)
     assert (alone.rewards["exact"], alone.total) == (1.0, 1.0)
     assert "overlong" not in alone.rewards

@@ -96,12 +96,6 @@ def test_options_are_the_fields_that_the_constructor_takes(parity):
             load_task(task, **{name: 2.0})
 
 
-def test_an_option_without_a_value_is_named(parity):
-    parity.write_text(PARITY.replace("lenient: bool = False", "lenient: bool"))
-    assert "task_options.lenient has no value: set task_options.lenient=…" in get_error(str(parity))
-    assert not load_task(str(parity), lenient=False).tags
-
-
 def test_a_wrong_task_file_is_reported_and_an_interrupted_one_interrupts(parity, monkeypatch):
     # Else Python takes a file of the same second and the same size for the one before.
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
@@ -148,12 +142,15 @@ def test_a_wrong_name_or_option_is_named():
         assert ", frame" not in message.partition("it has ")[2]  # nor another that the library sets
 
 
-def test_a_file_may_change_defaults_and_takes_whole_numbers_for_floats(parity):
+def test_a_file_may_change_defaults_or_have_none_and_takes_whole_numbers_for_floats(parity):
     assert vars(load_task(parity)) == vars(load_task(str(parity)))
     assert load_task(str(parity), share=1).share == 1.0  # type: ignore[attr-defined]
     assert load_task("grounding", frame=PERMILLE).frame is PERMILLE
     parity.write_text(PARITY.replace(FIELD, "    tags: bool = True"))
     assert load_task(str(parity)).tags
+    parity.write_text(PARITY.replace(FIELD, "    lenient: bool"))
+    assert "task_options.lenient has no value: set task_options.lenient=…" in get_error(str(parity))
+    assert not load_task(str(parity), lenient=False).tags
 
 
 @pytest.mark.parametrize("value", [":Parity", ""])

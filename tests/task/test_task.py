@@ -63,7 +63,7 @@ def test_the_total_is_the_weighted_sum_of_the_rewards_and_0_without_an_answer():
     assert score.metrics == {"error": None, "red": 0.0}  # as declared
 
 
-def test_a_rule_or_option_with_the_name_of_an_attribute_of_task_is_refused():
+def test_rules_and_options_may_override_own_ones_but_no_attribute_of_task():
     def refuse(message: str, **attributes: Any) -> None:
         with pytest.raises(TypeError, match=message):
             type("Mine", (Sum,), attributes)
@@ -79,8 +79,6 @@ def test_a_rule_or_option_with_the_name_of_an_attribute_of_task_is_refused():
     message = r"Former\.headline is called primary_metric now"
     refuse(message, headline="near", __qualname__="Former")
 
-
-def test_own_rules_and_options_may_be_overridden():
     class Stricter(Sum):
         offset: int = 1
         tags: bool = True

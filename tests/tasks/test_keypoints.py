@@ -1,4 +1,4 @@
-"""Object keypoint similarity as pycocotools computes it, and rows that are refused."""
+"""Object keypoint similarity as pycocotools computes it."""
 
 from typing import Any
 

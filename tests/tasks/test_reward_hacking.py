@@ -1,9 +1,8 @@
 """Search for texts that earn rewards without looking at an image.
 
-A hill climb changes answers that a model could always give, and keeps what earns more on the task's
-synthetic data. A policy that does not see the image reads the question: each kind of it has a text
-of its own, with ``{question}`` and ``{prompt}``. The best texts must earn less than a weak model
-that looks at the image. docs/tasks.md has the table of these figures; ``-s`` prints its rows.
+A hill climb changes answers that a model could always give; each kind of question has a text of its
+own, with ``{question}`` and ``{prompt}``. The best must earn less than a weak model that looks at
+the image. docs/tasks.md has the table of these figures; ``-s`` prints its rows.
 """
 
 import dataclasses

@@ -15,8 +15,7 @@ from vlm_grpo.errors import UserError
 TensorT = TypeVar("TensorT", bound=Tensor)
 
 BUCKET_BYTES = 256 * 2**20
-"""Size of the buckets in which tensors are all-reduced: large enough to saturate the link, small
-compared with a model."""
+"""Size of all-reduced buckets: large enough to saturate the link, small compared with a model."""
 
 
 def gather_object(items: list[Any]) -> list[Any]:
@@ -26,8 +25,7 @@ def gather_object(items: list[Any]) -> list[Any]:
 
 @contextlib.contextmanager
 def explain_lost_rank() -> Iterator[None]:
-    """Raise a ``UserError`` for a collective that failed because another process has died or is
-    late."""
+    """Raise a ``UserError`` for a collective that failed as another process died or is late."""
     try:
         yield
     except RuntimeError as error:

@@ -10,7 +10,6 @@ import importlib
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -176,8 +175,8 @@ def load_optimizer_tensors(
                 )
         if lost := shapes.keys() - state.keys():
             raise UserError(f"the checkpoint's optimizer state of {name} lacks {min(lost)}")
-        place = partial(_place, optimizer, held[name])
-        optimizer.state[held[name]] = {key: place(value) for key, value in state.items()}
+        weight = held[name]
+        optimizer.state[weight] = {k: _place(optimizer, weight, v) for k, v in state.items()}
 
 
 def _place(optimizer: Any, weight: nn.Parameter, value: Tensor) -> Tensor | int:
@@ -233,18 +232,12 @@ class JointOptimizer(Optimizer):
         seed = derive_seed((self.seed, number, updates))
         generator = torch.Generator(local_shard(weight).device).manual_seed(seed)
         local_shard(weight).copy_(round_stochastically(local_shard(copy), generator))
-        moments = {
-            key: _narrow(value, weight, generator) for key, value in part.state[copy].items()
-        }
-        self.state[weight] = {"updates": updates + 1, **moments}
-
-
-def _narrow(value: Any, weight: Tensor, generator: torch.Generator) -> Any:
-    """Round a value of the state to the weight's dtype if it is a moment of the weight's shape."""
-    is_moment = isinstance(value, Tensor) and value.dim() and value.shape == weight.shape
-    if not is_moment or value.dtype != torch.float32:
-        return value
-    return unshard_like(round_stochastically(local_shard(value), generator), weight)
+        narrow = self.state[weight] = {"updates": updates + 1, **part.state[copy]}
+        for key, value in narrow.items():
+            is_moment = isinstance(value, Tensor) and value.dim() and value.shape == weight.shape
+            if is_moment and value.dtype == torch.float32:
+                rounded = round_stochastically(local_shard(value), generator)
+                narrow[key] = unshard_like(rounded, weight)
 
 
 def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
@@ -254,12 +247,8 @@ def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
     lower half: they carry into the upper half with the probability that the lower half states.
     """
     rounded = torch.empty_like(values, dtype=torch.bfloat16)
-    parts = zip(
-        values.reshape(-1).split(ROUNDED_AT_ONCE),
-        rounded.view(-1).split(ROUNDED_AT_ONCE),
-        strict=True,
-    )
-    for chunk, target in parts:
+    chunks = values.reshape(-1).split(ROUNDED_AT_ONCE)
+    for chunk, target in zip(chunks, rounded.view(-1).split(ROUNDED_AT_ONCE), strict=True):
         bits = torch.randint(
             1 << 16, chunk.shape, generator=generator, device=chunk.device, dtype=torch.int32
         )

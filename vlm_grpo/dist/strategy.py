@@ -32,12 +32,12 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine.packing import MicroBatch
 from vlm_grpo.model.families.family import find_part
 from vlm_grpo.model.policy import Policy
+from vlm_grpo.model.sharing_check import why_not_shared
 
 _AUTOCAST = MixedPrecisionPolicy(
     param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
 )
-"""The precision of linear layers under autocast: bfloat16 weights cast from float32, gradients
-summed in float32."""
+"""Linear layers under autocast: bfloat16 weights cast from float32, gradients summed in float32."""
 
 
 class Strategy:
@@ -151,8 +151,7 @@ class FSDP(Strategy):
 
     def _place(self) -> None:
         policy, model = self.policy, self.policy.model
-        why_not = policy.family.why_not_shared(model.config)
-        if why_not is not None:
+        if (why_not := why_not_shared(policy.family, model.config)) is not None:
             raise UserError(
                 f"FSDP needs to know the model's layers, and does not: {why_not}; launch with "
                 "plain data parallelism"
@@ -234,19 +233,18 @@ class FSDP(Strategy):
     def passes(self, batches: Sequence[MicroBatch]) -> Iterator[MicroBatch | None]:
         for module in self.held:
             module.unshard()
-            self._set_reduction(module, False)
+        self._set_reduction(False)
         count = max(gather_object([len(batches)])) if self.stream else len(batches)
         yield from batches
         yield from [None] * (count - len(batches))
         if any(isinstance(weight, DTensor) for _, weight in self.trainable):
-            for module in self.held:
-                self._set_reduction(module, True)
+            self._set_reduction(True)
             yield None
 
-    @staticmethod
-    def _set_reduction(module: FSDPModule, enabled: bool) -> None:
-        module.set_requires_gradient_sync(enabled, recurse=False)
-        module.set_reshard_after_backward(enabled, recurse=False)
+    def _set_reduction(self, enabled: bool) -> None:
+        for module in self.held:
+            module.set_requires_gradient_sync(enabled, recurse=False)
+            module.set_reshard_after_backward(enabled, recurse=False)
 
     def dummy_loss(self) -> Tensor:
         loss = self.policy.score(self.policy.dummy_batch()).logprobs.sum()

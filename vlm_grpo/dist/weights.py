@@ -1,5 +1,4 @@
-"""Weights and other tensors of a model over ranks: sent to all, sharded, gathered, and shared out
-for writing."""
+"""A model's tensors over ranks: sent to all, sharded, gathered, and shared out for writing."""
 
 from __future__ import annotations
 
@@ -61,6 +60,7 @@ def unshard_like(part: Tensor, like: Tensor) -> Tensor:
     return part
 
 
+@torch.no_grad()
 def gather_full(tensors: Mapping[str, Tensor], keep: Container[str]) -> dict[str, Tensor]:
     """Gather sharded tensors in host memory; the result has the names in ``keep``.
 
@@ -68,14 +68,11 @@ def gather_full(tensors: Mapping[str, Tensor], keep: Container[str]) -> dict[str
     Names that share a tensor share it in the result too."""
     copies: dict[int, Tensor] = {}
     for name, tensor in tensors.items():
-        if id(tensor) in copies:
-            continue
-        full = tensor
-        if isinstance(tensor, DTensor):
-            with torch.no_grad():
+        if id(tensor) not in copies:
+            copies[id(tensor)] = tensor
+            if isinstance(tensor, DTensor):
                 full = tensor.full_tensor()
-            full = full.cpu() if name in keep else torch.empty(0)
-        copies[id(tensor)] = full
+                copies[id(tensor)] = full.cpu() if name in keep else torch.empty(0)
     return {name: copies[id(tensor)] for name, tensor in tensors.items() if name in keep}
 
 

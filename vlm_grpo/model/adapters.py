@@ -58,7 +58,13 @@ def apply_lora_or_freeze(
     The adapter takes the values of the one in the folder ``start``.
     """
     if (settings := policy.lora) is None:
-        freeze_parts(model, policy.freeze)
+        found = {find_part(name) for name, _ in model.named_parameters()}
+        for part in policy.freeze:  # the vision part has no projector
+            if part not in found:
+                raise UserError(f"policy.freeze={part}: this model has no such part: remove it")
+        for name, weight in model.named_parameters():
+            if find_part(name) in policy.freeze:
+                weight.requires_grad_(False)
         return None
     with _ignore_peft_warnings():
         adapters = get_peft_model(model, _build_config(settings, model))
@@ -143,17 +149,6 @@ def check_weight_names(source: str | Path, saved: set[str], expected: set[str]) 
             raise UserError(f"{source} {problem.format(len(names))}: {first}, …")
 
 
-def freeze_parts(model: Any, parts: Sequence[str]) -> None:
-    """Freeze the weights of parts that the model has; the vision part has no projector."""
-    found = {find_part(name) for name, _ in model.named_parameters()}
-    for part in parts:
-        if part not in found:
-            raise UserError(f"policy.freeze={part}: this model has no such part: remove it")
-    for name, weight in model.named_parameters():
-        if find_part(name) in parts:
-            weight.requires_grad_(False)
-
-
 @contextlib.contextmanager
 def _ignore_peft_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
@@ -166,12 +161,11 @@ def _ignore_peft_warnings() -> Iterator[None]:
 
 def _build_config(settings: LoraSettings, model: Any) -> LoraConfig:
     initial = settings.init_lora_weights
-    targets = _find_targets(settings.target, model)
     config = LoraConfig(
         r=settings.r,
         lora_alpha=settings.alpha,
         lora_dropout=0.0,
-        target_modules=targets,
+        target_modules=_find_targets(settings.target, model),
         task_type="CAUSAL_LM",
         use_rslora=settings.use_rslora,
         use_dora=settings.use_dora,

@@ -63,8 +63,7 @@ class ChatTemplate:
     def render(self, turns: Sequence[Turn], kinds: Iterable[str] = repeat("image")) -> str:
         """Return the prompt of a chat; ``kinds`` tell what each ``<image>`` in it stands for.
 
-        ``TemplateError`` and ``ValueError``: the template refuses the chat, or has no place for a
-        role.
+        ``TemplateError``, ``ValueError``: the template refuses the chat or has no place for a role.
         """
         parts, messages = ({"type": kind} for kind in kinds), []
         for turn in turns:

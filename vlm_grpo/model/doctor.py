@@ -11,7 +11,7 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.data.images import MediaReader
 from vlm_grpo.media.images import encode_png
 from vlm_grpo.model.policy import load_policy
-from vlm_grpo.model.sharing_check import ROLLOUT_LENGTH
+from vlm_grpo.model.sharing_check import ROLLOUT_LENGTH, why_not_shared
 from vlm_grpo.task import PlainQuestion
 from vlm_grpo.types import Example, ImageRef
 
@@ -65,7 +65,7 @@ def diagnose(
         f"image        {width} × {height} pixels{resized}; {len(tokens)} prompt tokens, "
         f"{sum(token in banned for token in tokens)} of them for the image"
     )
-    reason = policy.family.why_not_shared(config)
+    reason = why_not_shared(policy.family, config)
     if reason is None and (problem := policy.try_sharing(prompt)) is not None:
         reason = f"with a shared prompt, {problem}"
     if reason is not None:

@@ -82,11 +82,11 @@ class _Episode:
         if count == 1:
             return [self]
         self.trunk = self.number
-        return [self, *(self._branch(self.number + place) for place in range(1, count))]
-
-    def _branch(self, number: int) -> _Episode:
-        own = {name: [*getattr(self, name)] for name in ("parts", "turns", "observations")}
-        return replace(self, number=number, **own)
+        episodes: list[_Episode] = [self]
+        for number in range(self.number + 1, self.number + count):
+            own = {name: [*getattr(self, name)] for name in ("parts", "turns", "observations")}
+            episodes.append(replace(self, number=number, **own))
+        return episodes
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -94,9 +94,7 @@ class _Episode:
 
     def finish(self) -> Completion:
         last, parts = self.parts[-1], self.parts
-        turns = (
-            (*self.turns, EpisodeTurn(last.text)) if len(self.turns) < len(parts) else self.turns
-        )
+        answer = [EpisodeTurn(part.text) for part in parts[len(self.turns) :]]  # it calls nothing
         return Completion(
             self.tokens,
             tuple(value for part in parts for value in part.logprobs),
@@ -106,7 +104,7 @@ class _Episode:
             min((p.version for p in parts if p.version is not None), default=None),
             last.variant,
             tuple(self.observations),
-            tuple(turns),
+            (*self.turns, *answer),
             self.trunk,
         )
 
@@ -187,10 +185,8 @@ def sample_next_turns(
     """Sample further turns of one completion of each prompt, behind what is read after it.
 
     The completions of a prompt are branches of the first one, without its end-of-sequence token.
-    There are none where no token is left for them. Other arguments as in ``sample_episodes``.
-
-    Args:
-        firsts: of each prompt, the completion and what is read after it.
+    There are none where no token is left for them. ``firsts`` are the completion of each prompt and
+    what is read after it; other arguments are as in ``sample_episodes``.
     """
     groups: list[list[_Episode]] = []
     for prompt, own, seed, (first, observed) in zip(prompts, numbers, seeds, firsts, strict=True):

@@ -47,6 +47,7 @@ from vlm_grpo.model.families.family import Family, PixelBudget, find_part
 from vlm_grpo.model.families.known import load_family
 from vlm_grpo.model.hub import check_reachable, suggest_model
 from vlm_grpo.model.prompts import PromptBuilder, get_context_length
+from vlm_grpo.model.sharing_check import why_not_shared
 from vlm_grpo.utils import trust
 
 logger = logging.getLogger(__name__)
@@ -73,15 +74,13 @@ def load_model(
     """Load the model that the settings name, and add their adapters or freeze their parts.
 
     Trained full weights are in ``policy.master_weights``; base weights of adapters, and weights
-    that are only evaluated, are in ``policy.dtype``. ``checkpoint`` is a folder with weights that
-    replace the model's, or with an adapter that is added to them. Without ``training`` the model is
-    only evaluated.
+    that are only evaluated (no ``training``), are in ``policy.dtype``. ``checkpoint`` is a folder
+    with weights that replace the model's, or with an adapter that is added to them.
     """
     if training:
         check_quantization(settings.policy)
-    adapter = checkpoint
-    if checkpoint is None or not (checkpoint / CONFIG).is_file():
-        adapter = None
+    has_adapter = checkpoint is not None and (checkpoint / CONFIG).is_file()
+    adapter = checkpoint if has_adapter else None
     weights = get_model_source(settings.model) if adapter == checkpoint else str(checkpoint)
     full = training and settings.policy.lora is None
     dtype = getattr(torch, settings.policy.master_weights if full else settings.policy.dtype)
@@ -101,7 +100,7 @@ def load_model(
     model = read_once(read, config, dtype, remote_code) if one_reader else read()
     if adapter is not None:
         _check_vocabulary(model, prompts.processor.tokenizer, settings.model, adapter)
-    why_not = family.why_not_shared(model.config)
+    why_not = why_not_shared(family, model.config)
     if settings.policy.engine == "shared" and why_not is not None:
         raise UserError(f"policy.engine=shared is not possible for {settings.model}: {why_not}")
     shared = settings.policy.engine != "repeated" and why_not is None
@@ -302,17 +301,13 @@ def get_pixel_budget(family: Family, processor: Any, policy: PolicySettings) -> 
                 "preprocessor_config.json instead"
             )
         return None
-    budget = PixelBudget(
-        policy.min_pixels or own.min_pixels,
-        policy.max_pixels or own.max_pixels,
-        policy.max_video_pixels,
-    )
-    if budget.min_pixels > budget.max_pixels:
+    low, high = policy.min_pixels or own.min_pixels, policy.max_pixels or own.max_pixels
+    if low > high:
         raise UserError(
-            f"the pixel budget is empty: at least {budget.min_pixels} and at most "
-            f"{budget.max_pixels} pixels; set both policy.min_pixels and policy.max_pixels"
+            f"the pixel budget is empty: at least {low} and at most {high} pixels; set both "
+            "policy.min_pixels and policy.max_pixels"
         )
-    return budget
+    return PixelBudget(low, high, policy.max_video_pixels)
 
 
 # Weights in 4 or 8 bits, by bitsandbytes.

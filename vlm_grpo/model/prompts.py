@@ -246,8 +246,7 @@ class PromptBuilder(PromptWriter):
         return self.encode_text(example, text)
 
     def observe(self, observed: Observed, role: str | None = None) -> Prompt:
-        """Build what stands between a call of the model and its next text; ``role`` as in
-        ``ChatTemplate.observe``."""
+        """Build what ``ChatTemplate.observe`` writes of a result; ``role`` as there."""
         example = Example("observation", observed.images, "", None)
         # A space, as the rest of a text around a token could be another one.
         parts = (self._control_tokens.sub(" ", part) for part in observed.text.split(IMAGE))
@@ -274,16 +273,14 @@ class PromptBuilder(PromptWriter):
         return self.chat.result_form[0]
 
     def encode_text(self, example: Example, text: str, **options: Any) -> Prompt:
-        """Build the prompt of a text that the chat template wrote; ``options`` are of the
-        tokenizer."""
+        """Build the prompt of a text of the chat template; ``options`` are of the tokenizer."""
         loaded, videos = self.load_images(example), self.load_videos(example)
         arguments: dict[str, Any] = {"text": [text], "return_tensors": "pt", **options}
         if videos:
             arguments |= self.family.prepare_videos(text, videos, self.processor)
         if loaded:
-            images = [image for image, _ in loaded]
             # One list per text: LLaVA-OneVision prepares several images of a text differently.
-            arguments["images"] = [images]
+            arguments["images"] = [[image for image, _ in loaded]]
             if self.budget is not None:  # else the processor would resize by the model's own
                 arguments["images_kwargs"] = {"do_resize": False}
         try:

@@ -55,19 +55,24 @@ def resolve_model(name: str, overrides: Overrides = (), is_served: bool = False)
             f"{name} is not the folder of a run, so it has no checkpoint of step {step}"
         )
     if folder is None:
-        _check_hub_name(name)
+        get_model_source(name)  # refuses a missing path
+        if "/" not in name and name != "embedded":
+            known = ["embedded", *list_runs()]
+            raise UserError(
+                f"there is no model or run {name!r}{nearest(name, known)}: give a hub name "
+                "such as Qwen/Qwen2.5-VL-3B-Instruct, a folder, or a run"
+            )
         return ResolvedModel(_build_default_settings(name, overrides))
-    weights = (folder / name for name in ("config.json", "adapter_config.json"))
-    if (folder / "config.yaml").is_file() and any(path.is_file() for path in weights):
+    model, adapter = folder / "config.json", folder / "adapter_config.json"
+    if (folder / "config.yaml").is_file() and (model.is_file() or adapter.is_file()):
         run = folder.parent.parent if folder.parent.name == "checkpoints" else None
         return ResolvedModel(load_settings(str(folder / "config.yaml"), overrides), folder, run)
-    adapter = folder / "adapter_config.json"
     if adapter.is_file():
         base = read_object(adapter).get("base_model_name_or_path")
         if not base:
             raise UserError(f"{adapter} does not name its base model (base_model_name_or_path)")
         return ResolvedModel(_build_default_settings(base, overrides), folder)
-    if not (folder / "config.json").is_file():
+    if not model.is_file():
         raise UserError(f"{folder} has no model, no adapter and no checkpoints")
     return ResolvedModel(_build_default_settings(str(folder), overrides))
 
@@ -99,17 +104,6 @@ def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     paths = folder.iterdir() if folder.is_dir() else ()  # incomplete ones have other names
     matches = [(_CHECKPOINT.fullmatch(path.name), path) for path in paths if path.is_dir()]
     return sorted((int(match[1]), path) for match, path in matches if match)
-
-
-def _check_hub_name(name: str) -> None:
-    """Refuse a name that is a missing path, or a single word that is not a run."""
-    get_model_source(name)
-    if "/" not in name and name != "embedded":
-        known = ["embedded", *list_runs()]
-        raise UserError(
-            f"there is no model or run {name!r}{nearest(name, known)}: give a hub name "
-            "such as Qwen/Qwen2.5-VL-3B-Instruct, a folder, or a run"
-        )
 
 
 def _build_default_settings(model: str, overrides: Overrides) -> Settings:
@@ -145,8 +139,7 @@ def read_held_out_values(run: Path, metric: str) -> dict[int, float]:
 
 def _find_best_step(run: Path, steps: Sequence[int]) -> int:
     """Return the step with the best held-out primary metric, the later one of equal steps."""
-    found = _get_primary_metric(run, load_settings(str(run / "config.yaml")))
-    metric, lower_is_better = found or ("", False)
+    metric, lower_is_better = _get_primary_metric(run, load_settings(str(run / "config.yaml")))
     values = read_held_out_values(run, metric)
     known = [step for step in steps if step in values]
     if not known:
@@ -158,8 +151,8 @@ def _find_best_step(run: Path, steps: Sequence[int]) -> int:
     return max(known, key=lambda step: (sign * values[step], step))
 
 
-def _get_primary_metric(run: Path, settings: Settings) -> tuple[str, bool] | None:
-    """Return the name of the primary metric, and whether it is an error; None if it is unknown."""
+def _get_primary_metric(run: Path, settings: Settings) -> tuple[str, bool]:
+    """Return the name of the primary metric, empty if unknown, and whether it is an error."""
     if not settings.task.startswith(IN_SESSION):
         task = get_held_out_task(settings, load_run_task(settings))
         return task.primary_metric, task.lower_is_better
@@ -167,4 +160,4 @@ def _get_primary_metric(run: Path, settings: Settings) -> tuple[str, bool] | Non
     for path in sorted((run / "evaluation").glob("step-??????*.json"), reverse=True):
         summary = read_object(path)
         return summary["headline"], summary["lower_is_better"]
-    return None
+    return "", False

@@ -1,4 +1,4 @@
-"""A check of passes that share a prompt, on the very model that is used.
+"""Whether passes may share a prompt, by a model's configuration and by a check on the model itself.
 
 Completions are sampled and scored with a shared prompt, and scored by transformers' own forward
 with the prompt repeated. Their log-probabilities differ by rounding, or the model computes
@@ -6,21 +6,48 @@ something that passes with a shared prompt do not know.
 """
 
 import contextlib
+import inspect
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
+from transformers import AutoModelForImageTextToText, Cache
 
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine.packing import GroupSlice, MicroBatch
+from vlm_grpo.model.families.family import RECURRENT_TYPES, Family
 from vlm_grpo.types import Group, Prompt
 
+LAYER_TYPES = {"full_attention", "sliding_attention"} | RECURRENT_TYPES  # can share a prompt
 ROLLOUT_LENGTH = 8  # tokens of the completions that the first check samples
 # Largest mean difference of log-probabilities, in nats, that is taken for rounding: recurrent
 # layers compute in float32, and lose more digits than attention does.
 BOUND = 1e-3
 HALF_BOUND = 0.05  # the same in half precision
 GROWTH = 2  # a shape is checked if it exceeds all checked ones by this factor
+
+
+def why_not_shared(family: Family, config: Any) -> str | None:
+    """Return the reason why completions cannot share a prompt, or None: ``SharingCheck`` shows
+    whether they can."""
+    text = config.get_text_config()
+    model: Any = AutoModelForImageTextToText._model_mapping.get(type(config), None)  # noqa: SLF001
+    if model is None:
+        return "its code does not come with transformers"
+    if config.is_encoder_decoder:
+        return "it is an encoder-decoder model"
+    if getattr(text, "cross_attention_layers", None):
+        return "its language model reads images by cross-attention"
+    parameters = inspect.signature(model.forward).parameters
+    if type(family).run is Family.run and "mm_encoder_outputs" not in parameters:
+        return "its model takes no precomputed image features (transformers 5.18 and later may)"
+    kinds = getattr(text, "layer_types", None) or ()
+    if others := set(kinds) - LAYER_TYPES:
+        return f"it has layers of the type {', '.join(sorted(others))}"
+    if RECURRENT_TYPES.intersection(kinds) and not hasattr(Cache, "get_conv_state"):
+        return "its recurrent layers need transformers 5.21 or later"
+    return None
 
 
 class SharingCheck:

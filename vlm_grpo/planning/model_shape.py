@@ -36,6 +36,7 @@ from vlm_grpo.model.engine.linear import use_fast_linears
 from vlm_grpo.model.families.family import find_part
 from vlm_grpo.model.families.known import load_family
 from vlm_grpo.model.loading import build_empty, find_quantized
+from vlm_grpo.model.sharing_check import why_not_shared
 from vlm_grpo.planning.sizes import LayerBytes, ModelShape, Precision, TextShape, VisionShape
 
 _SEGMENTS = "flash_measured"  # transformers looks for "flash" in the name
@@ -48,7 +49,7 @@ def read_model_shape(config: Any, policy: PolicySettings) -> ModelShape:
     """Return the shape of a configuration's model, which is built on the meta device, so that all
     counts are exact."""
     family = load_family(config)
-    shares_prompts = policy.engine != "repeated" and family.why_not_shared(config) is None
+    shares_prompts = policy.engine != "repeated" and why_not_shared(family, config) is None
     try:
         text = _read_text_shape(config.get_text_config())
         vision = _read_vision_shape(config.vision_config)

@@ -101,8 +101,7 @@ class ChatClient:
         """Return the answer to messages of ``build_messages``.
 
         ``options`` are further fields of the request. Thinking that the server returns apart from
-        the text is marked by ``tags``. ``ServiceError``: this request failed; ``UserError``: every
-        request would.
+        the text is marked by ``tags``. ``ServiceError``: this request fails; ``UserError``: all do.
         """
         url = f"{self.endpoint.base}/chat/completions"
         limit, options = self._limit, dict(options)
@@ -128,9 +127,8 @@ class ChatClient:
 
         Servers answer ``gpt-4o`` as ``gpt-4o-2024-08-06``, and some by the name of a file.
         """
-        if not isinstance(name, str) or any(
-            _is_same(name, own) for own in (self.model, self._name)
-        ):
+        known = self.model, self._name
+        if not isinstance(name, str) or any(_is_same(name, own) for own in known):
             return
         name = printable(name)
         if name in self._served or self._name != self.model:

@@ -90,11 +90,6 @@ class Recovery:
                 *(server.url, problem, server.failures, limit),
             )
 
-    def end_rollout(self) -> None:
-        """Forget the failures: all servers have answered."""
-        for server in self.servers:
-            server.failures = 0
-
     def wait_until_ready(self, server: Server) -> None:
         server.wait_until_ready(self.settings.startup_timeout, self.closed, self.announce)
         try:

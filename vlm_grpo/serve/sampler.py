@@ -173,7 +173,8 @@ class VllmSampler:
             for server in list(self.servers):
                 self._prepare(server, job.version)
             self._share(job, found)
-        self.recovery.end_rollout()
+        for server in self.servers:  # all have answered
+            server.failures = 0
         return [found[index] for index in range(len(job.prompts))]
 
     def _share(self, job: _Job, found: dict[int, Completions]) -> None:

@@ -123,8 +123,7 @@ class IpcChannel:
 class NcclChannel:
     """A broadcast to each server, whose workers are on other GPUs than this process.
 
-    Each server has a group of its own, with this process as rank 0, so that one that fails takes no
-    other with it.
+    Each server has a group of its own, with this process as rank 0: one fails without the others.
     """
 
     def __init__(self, device: torch.device, nccl: Any = torch_nccl) -> None:

@@ -43,7 +43,7 @@ PREPROCESSOR = "preprocessor_config.json"
 def export(
     run: str | Path, out: str | Path, weights: ExportedWeights = "merged", dtype: str | None = None
 ) -> Path:
-    """Write a checkpoint as a model folder, completely or not at all.
+    """Write a checkpoint as a model folder, completely or not at all, and return the folder.
 
     Args:
         run: a run or a checkpoint, as for ``resolve_model``.
@@ -53,12 +53,8 @@ def export(
             adapter alone, for PEFT.
         dtype: dtype of the weights; None: that of the original model. Has no effect on adapters.
 
-    Returns:
-        The folder.
-
     Raises:
-        UserError: ``out`` exists, ``run`` has no trained weights, or there is no adapter or no
-            quantized weights.
+        UserError: ``out`` exists, or ``run`` has no trained, adapter's or quantized weights.
     """
     if not isinstance(run, str | Path):
         raise UserError(f"run must be the folder or the name of a run, not {type(run).__name__}")
@@ -78,8 +74,7 @@ def export(
     if out.exists():
         raise UserError(f"{out} exists already: name a new folder, or remove it")
     adapter = weights == "adapter"
-    has_adapter = (trained.checkpoint / "adapter_config.json").is_file()
-    if adapter and not has_adapter:
+    if adapter and not (trained.checkpoint / "adapter_config.json").is_file():
         raise UserError(f"{run} trained full weights and has no adapter: leave out --adapter")
     if adapter and dtype is not None:
         raise UserError("--dtype has no effect with --adapter, which writes the adapter as it is")
@@ -148,7 +143,6 @@ def build_model_card(trained: ResolvedModel, weights: ExportedWeights = "merged"
     """
     settings, adapter = trained.settings, weights == "adapter"
     primary_metric, change, rows = _read_results(trained)
-    step = trained.checkpoint.name.removeprefix("step-") if trained.checkpoint else ""
     front: dict[str, Any] = {
         "pipeline_tag": "image-text-to-text",
         "library_name": "peft" if adapter else "transformers",
@@ -179,7 +173,7 @@ def build_model_card(trained: ResolvedModel, weights: ExportedWeights = "merged"
         settings_text=yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False),
         adapter=adapter,
         dequantized=weights == "dequantized",
-        step=step,
+        step=trained.checkpoint.name.removeprefix("step-") if trained.checkpoint else "",
         primary_metric=primary_metric,
         change=change,
         rows=rows,
@@ -221,12 +215,8 @@ def _read_results(
     if change is None:  # the step was not evaluated
         return run.primary_metric, None, []
     first, last = (e for e in run.evaluations if e.step in change.steps)
-    names = last.names
-    return (
-        run.primary_metric,
-        change,
-        [(name, first.metrics.get(name, math.nan), last.metrics[name]) for name in names],
-    )
+    rows = [(name, first.metrics.get(name, math.nan), last.metrics[name]) for name in last.names]
+    return run.primary_metric, change, rows
 
 
 @torch.no_grad()

@@ -160,19 +160,13 @@ def rollout_distributions(groups: Sequence[Group]) -> dict[str, list[float]]:
     rewards = [s.total for group in groups for s in group.scores if s.total is not None]
     lengths = [len(c.token_ids) for group in groups for c in group.completions]
     parts = gather_object([(rewards, lengths)])
-    names = ("reward", "completions/length")
-    return {
-        name: _select_quantiles(value for part in values for value in part)
-        for name, values in zip(names, zip(*parts, strict=True), strict=True)
-    }
-
-
-def _select_quantiles(values: Iterable[float]) -> list[float]:
-    ordered = sorted(values)
-    count = min(len(ordered), DISTRIBUTION_VALUES)
-    return [
-        float(f"{ordered[(2 * i + 1) * len(ordered) // (2 * count)]:.4g}") for i in range(count)
-    ]
+    names, found = ("reward", "completions/length"), {}
+    for name, values in zip(names, zip(*parts, strict=True), strict=True):
+        ordered = sorted(value for part in values for value in part)
+        count = min(len(ordered), DISTRIBUTION_VALUES)
+        kept = (ordered[(2 * i + 1) * len(ordered) // (2 * count)] for i in range(count))
+        found[name] = [float(f"{value:.4g}") for value in kept]
+    return found
 
 
 def _sum_and_count(values: Iterable[float | None]) -> tuple[float, int]:

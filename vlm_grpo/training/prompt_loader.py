@@ -73,8 +73,7 @@ class PromptLoader:
                 self._pending[key] = self._threads.submit(self._load, *key)
 
     def _load(self, index: int, variant: Variant | None) -> tuple[Prompt, bool]:
-        """Load the prompt at an index, or the first readable one after it, and say whether it is
-        one after it."""
+        """Load the prompt at an index, or a readable one after it; return whether it is one."""
         position = index
         while True:
             try:

@@ -92,7 +92,6 @@ class RolloutSampler:
         size = settings.rollout.num_generations
         self._refused = max((method.count_refused(size) for method in self.methods), default=0)
         self.accelerator = strategy.accelerator
-        self.world_size = self.accelerator.num_processes
         self.cursor, self.num_tokens = StreamCursor(), 0  # tokens sampled in the current step
         self._pending: deque[PendingRollout] = deque()
         self._last_end, self._stop_request, self._is_ready = 0.0, StopRequest(), False
@@ -107,8 +106,9 @@ class RolloutSampler:
         if self._author_of(0) is None:
             self.start_outside()
 
-    def _find(self, hook: str) -> Method | None:
-        return next((method for method in self.methods if overrides(method, hook)), None)
+    def _find(self, hook: str) -> Method:
+        """Return the method with a hook; one whose hooks do nothing if there is none."""
+        return next((method for method in self.methods if overrides(method, hook)), Method(None))
 
     def close(self) -> None:
         if self.outside is not None:
@@ -132,8 +132,7 @@ class RolloutSampler:
     def sample(self, step: int, stop_request: StopRequest | None = None) -> Rollout:
         """Sample and score the groups of the step after ``step`` finished ones.
 
-        If that fails or is stopped on one rank, all ranks raise, and the place in the stream is
-        unchanged.
+        If that fails or is stopped on one rank, all ranks raise, and stay in place in the stream.
         """
         place, self.num_tokens = (self.cursor.position, self.unused), 0
         self._stop_request = stop_request or StopRequest()
@@ -160,7 +159,7 @@ class RolloutSampler:
 
     def _author_of(self, step: int) -> Method | None:
         """Return the method that writes the completions of a step; None: they are sampled."""
-        return self._author if self._author is not None and self._author.writes(step) else None
+        return self._author if self._author.writes(step) else None
 
     def _write_step(self, step: int, author: Method) -> Rollout:
         groups = []
@@ -179,7 +178,7 @@ class RolloutSampler:
         task = self.task.with_progress(self.settings.progress_at(step))
         ahead = max(0, min(rollout.steps_ahead, optim.max_steps - 1 - step))
         groups = self._sample_round(lambda: self._begin_step(ahead, step), task)
-        if not (rollout.dynamic_sampling or self._find("recall")):
+        if not (rollout.dynamic_sampling or overrides(self._find("recall"), "recall")):
             return self._learn(task, groups, self._balance(step, task, groups, 0))
         kept, uniform = self._split_by_spread(groups, task)
         resampled = 0
@@ -221,12 +220,9 @@ class RolloutSampler:
         return replace(rollout, recalled=again, mini_batches=numbers, metrics=metrics)
 
     def _balance(self, step: int, task: Task, groups: Groups, resampled: int) -> Rollout:
-        weights, shared = task.reward_weights(), self.policy.shared
-        costs = {
-            index: estimate_cost(group, weights, self.settings, shared)
-            for index, group in groups.items()
-        }
-        count, ranks = self.settings.optim.mini_batches, self.accelerator
+        weights, settings, shared = task.reward_weights(), self.settings, self.policy.shared
+        costs = {i: estimate_cost(group, weights, settings, shared) for i, group in groups.items()}
+        count, ranks = settings.optim.mini_batches, self.accelerator
         own, parts = balance_groups(groups, costs, self.load_prompts, ranks, count)
         numbers = tuple(parts[index] for index in own)
         return Rollout(tuple(own.values()), weights, resampled, step=step, mini_batches=numbers)
@@ -297,9 +293,7 @@ class RolloutSampler:
         choice = self._choice if self._author_of(step) is None else None
         indices = self.cursor.take(count, choice)
         own = self._own_indices(indices)
-        now, then = (
-            None if self._varying is None else self._varying.variant(at) for at in (step, step + 1)
-        )
+        now, then = map(self._varying.variant, (step, step + 1))
         with self.policy.stopwatch("prompts"):
             prompts = self.loader.load(own, now)
         following = self.cursor.peek(self.settings.optim.prompts_per_step, choice)
@@ -326,7 +320,7 @@ class RolloutSampler:
         A completion has the same number in its group, and so the same random stream, behind either.
         """
         rollout, size = self.settings.rollout, self.settings.rollout.num_generations
-        clean = size if self._varying is None else size - self._varying.count_variants(size)
+        clean = size - self._varying.count_variants(size)
         pairs = [(i, p) for i, p in zip(own, prompts, strict=True) if p.variant is not None]
         steps = [1 if p.start is None else rollout.forks for p in prompts]
         parts = [
@@ -358,11 +352,11 @@ class RolloutSampler:
         return [sum(column) for column in zip(*gather_object([numbers]), strict=True)]
 
     def _own_indices(self, indices: Sequence[int]) -> list[int]:
-        if self.world_size == 1:
+        if self.accelerator.num_processes == 1:
             return list(indices)
         examples = (self.stream[index] for index in indices)
         costs = [self.policy.prompts.estimate_tokens(example, self.task) for example in examples]
-        shares = balance_by_cost(costs, self.world_size)
+        shares = balance_by_cost(costs, self.accelerator.num_processes)
         return [indices[place] for place in shares[self.accelerator.process_index]]
 
     def _make_groups(self, begun: PendingRollout, task: Task) -> list[Group]:
@@ -372,14 +366,12 @@ class RolloutSampler:
         with stopwatch("rollout"):
             if begun.completions is None:
                 arguments = self._build_arguments(prompts, begun.own)
-                sample, builder = self._sample_within_memory, self.policy.prompts
-                more = sample, builder, self.runner, self._refused
+                more = self._sample_within_memory, self.policy.prompts, self.runner, self._refused
                 completions = sample_episodes(*arguments, *more)
             else:
                 completions = wait_for(begun.completions, self._stop_request)
                 self._count_generation(begun)
-        groups = self._score(task, *join_groups(prompts, completions))
-        return groups if self._reviser is None else self._revise(groups, begun, task, self._reviser)
+        return self._revise(self._score(task, *join_groups(prompts, completions)), begun, task)
 
     def _score(
         self, task: Task, prompts: Sequence[Prompt], completions: Sequence[tuple[Completion, ...]]
@@ -391,11 +383,9 @@ class RolloutSampler:
         with self.policy.stopwatch("reward"):
             return score_groups(self.scorer, task, prompts, completions)
 
-    def _revise(
-        self, groups: list[Group], begun: PendingRollout, task: Task, reviser: Method
-    ) -> list[Group]:
-        """Sample the groups anew that the method wants to be further turns of one completion."""
-        found = {n: own for n, group in enumerate(groups) if (own := reviser.revise(group))}
+    def _revise(self, groups: list[Group], begun: PendingRollout, task: Task) -> list[Group]:
+        """Sample the groups anew that a method wants to be further turns of one completion."""
+        found = {n: own for n, group in enumerate(groups) if (own := self._reviser.revise(group))}
         if not found:
             return groups
         prompts = [groups[n].prompt for n in found]
@@ -428,13 +418,11 @@ class RolloutSampler:
         begun: Sequence[int] = (),
     ) -> list[tuple[Completion, ...]]:
         """Sample with a token budget that is halved if memory runs out; the result is the same."""
-        rollout = self.settings.rollout
         longest = max(len(prompt.token_ids) for prompt in prompts)
-        minimum = longest + max(map(len, numbers)) * rollout.max_completion_length
+        minimum = longest + max(map(len, numbers)) * self.settings.rollout.max_completion_length
         # FSDP2 does not reshard a rank's weights after an error within a forward pass, and its
         # ranks would then gather other tensors: they stop at the end of the round.
-        is_fsdp = not self.strategy.may_retry
-        check = (lambda: None) if is_fsdp else self._stop_request.check
+        check = self._stop_request.check if self.strategy.may_retry else lambda: None
         while True:
             try:
                 return self.policy.sample(

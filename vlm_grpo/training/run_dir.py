@@ -79,10 +79,9 @@ class RunDir:
         per_completion = {**task.rules("reward"), **task.rules("metric")}
         is_sampled = held_out_task.primary_metric in per_completion
         self.monitored = held_out_task if is_sampled else task
-        names = ("metrics", "alarms", "distributions")
-        self.metrics, self.alarms, self.distributions = (
-            StepLog(self.path / f"{name}.jsonl") for name in names
-        )
+        self.metrics = StepLog(self.path / "metrics.jsonl")
+        self.alarms = StepLog(self.path / "alarms.jsonl")
+        self.distributions = StepLog(self.path / "distributions.jsonl")
         rollout = settings.rollout
         self.monitor = AlarmMonitor(
             task.reward_weights(),
@@ -97,8 +96,7 @@ class RunDir:
 
     def open(self, step: int, written: int | None = None) -> None:
         """Prepare to continue after ``step`` steps, and drop the logs of later ones. ``written``:
-        number of steps whose metrics are written, if the last one's evaluation is still to be made;
-        None: all.
+        number of steps with metrics, if the last one's evaluation is still to be made; None: all.
         """
         if not self.is_main:
             return
@@ -157,8 +155,7 @@ class RunDir:
         if self.trackers.any:
             images = {}
             for number, group in enumerate(shown):  # the gold answer and the first completion
-                answer = group.scores[0].answer
-                image = draw_answers(self.task, group.prompt.example, answer)
+                image = draw_answers(self.task, group.prompt.example, group.scores[0].answer)
                 if image is not None:
                     images[f"samples/{number}"] = image
             self.trackers.log_images(step + 1, images)
@@ -173,8 +170,7 @@ class RunDir:
         if not self.is_main:
             return
         check_lock(self.path)
-        path = self.path / "evaluation" / f"step-{step:06d}.jsonl"
-        evaluation.write(path)
+        evaluation.write(self.path / "evaluation" / f"step-{step:06d}.jsonl")
         if step == 0:
             self._monitor_before(evaluation)
         write_held_out(self.path / "samples", step, task, shown, evaluation.rows[: len(shown)])
@@ -191,8 +187,7 @@ class RunDir:
 
     def refresh_report(self, now: bool = False) -> None:
         """Rebuild ``report.html`` if the last one is older than a minute, or if ``now`` is True."""
-        if not self.is_main:
-            return
-        if now or time.monotonic() - self.report_time > REPORT_SECONDS:
+        is_due = now or time.monotonic() - self.report_time > REPORT_SECONDS
+        if self.is_main and is_due:
             build_report(self.path)
             self.report_time = time.monotonic()

@@ -12,26 +12,22 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from vlm_grpo.config.run import Settings
 from vlm_grpo.dist.collectives import gather_object
 from vlm_grpo.model.policy import Policy
-from vlm_grpo.planning.devices import find_peak_rate
+from vlm_grpo.planning.devices import GIB, find_peak_rate
 from vlm_grpo.planning.model_shape import read_model_shape
 from vlm_grpo.planning.step_time import count_step_flops
 from vlm_grpo.training.objective.token_batch import MetricAccumulator
 from vlm_grpo.training.step_batch import Rollout, StepBatch
 from vlm_grpo.utils.stopwatch import Stopwatch
 
-GIB = 2**30
-
 
 class StepMeter:
     """A meter of the steps of a run.
 
-    ``rate`` is in FLOP/s of matrix products on each device in the policy's precision; None if
-    unknown.
+    ``rate`` is in FLOP/s of matrix products on each device in the policy's precision, if known.
     """
 
     def __init__(self, policy: Policy, settings: Settings, accelerator: Accelerator) -> None:
-        self.policy, self.accelerator = policy, accelerator
-        self.settings = settings
+        self.policy, self.settings, self.accelerator = policy, settings, accelerator
         self.rate = find_peak_rate(policy.device, settings.policy.dtype)
         if self.rate is not None:
             self.shape = read_model_shape(policy.model.config, settings.policy)
@@ -48,10 +44,6 @@ class StepMeter:
         with profile_step(path, stopwatch, self.policy.device), stopwatch("step"):
             yield
         self.accelerator.print(f"profile    {path}.json.gz: open it at https://ui.perfetto.dev")
-
-    def reset(self) -> None:
-        self.policy.counters.reset()
-        self.policy.stopwatch.reset()
 
     def measure(self, rollout: Rollout, batch: StepBatch) -> dict[str, float]:
         """Return the metrics of a finished step over all ranks; times and memory are of this rank.

@@ -79,8 +79,7 @@ class KeptGroup:
 
     index: int
     step: int  # number of steps done before it was sampled
-    # its completions, whose log-probs are those of the policy of that step
-    completions: tuple[Completion, ...]
+    completions: tuple[Completion, ...]  # with log-probs of the policy of that step
     scores: tuple[Score, ...]
 
 
@@ -89,20 +88,15 @@ class Rollout:
     """The groups of one step on this rank."""
 
     groups: tuple[Group, ...]
-    # weight of each reward in the step, by name
-    reward_weights: Mapping[str, float] = field(default_factory=dict)
-    # number of groups, over all ranks, that were sampled to replace groups whose rewards were all
-    # equal
-    resampled: int = 0
+    reward_weights: Mapping[str, float] = field(default_factory=dict)  # in the step, by name
+    resampled: int = 0  # groups of all ranks sampled in place of those with equal rewards
     num_tokens: int = 0  # number of tokens that this rank sampled
     step: int = 0  # number of steps done before it
-    # the number, from 0, of the mini-batch of each group, then of each recalled one; empty: all are
-    # in one
+    # number, from 0, of the mini-batch of each group, then of each recalled one; empty: all in one
     mini_batches: tuple[int, ...] = ()
     # name of the method that wrote the completions, which have no rewards then; None: sampled
     author: str | None = None
-    # groups of earlier steps, on which the update trains once more
-    recalled: tuple[Group, ...] = ()
+    recalled: tuple[Group, ...] = ()  # of earlier steps, on which the update trains once more
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
@@ -130,8 +124,7 @@ class StepAdvantages:
     """The advantages of a step's completions."""
 
     own: Tensor  # (n,) advantages of this rank's completions, those of recalled groups last
-    # advantages of all ranks' sampled completions, with the statistics of the groups
-    step: Advantages
+    step: Advantages  # of all ranks' sampled completions, with the statistics of the groups
     # (T,) advantages of the tokens of this rank's completions, if they differ within a completion
     tokens: Tensor | None = None
 
@@ -154,8 +147,7 @@ def compute_advantages(
     """Compute the advantages of a step's completions from the rewards of all ranks.
 
     Those of recalled groups are computed separately. ``penalties`` among the scores are subtracted
-    from the total rewards. ``estimator`` computes them from all groups; None: each group's are its
-    own.
+    from the total rewards. ``estimator`` computes them from all groups; None: from each group.
     """
     if rollout.author is not None:
         ones = torch.ones(rollout.num_sampled)
@@ -242,8 +234,7 @@ def get_rewards(
 class StepBatch:
     """The n completions of a step on this rank, with the inputs of the loss."""
 
-    # the parts of the step, each with an update of its own: the completions that have a gradient,
-    # by group
+    # the completions with a gradient, by group, in parts that have an update each
     mini_batches: tuple[tuple[GroupSlice, ...], ...]
     layout: TokenLayout  # the places of the T tokens in ``values``
     advantages: Tensor
@@ -252,18 +243,14 @@ class StepBatch:
     # normalizer over all ranks included. With m mini-batches, the weights are m times those of the
     # step, so that the mean of the mini-batches' gradients is the step's, as in TRL
     weights: Mapping[str, Tensor]
-    # values of the tokens, by the name of their field in ``TokenBatch`` or in its ``scores``
-    values: Values
+    values: Values  # of the tokens, by their field in ``TokenBatch`` or its ``scores``
     num_iterations: int = 1
-    # index of the first token of recalled groups, whose old log-probs are the sampler's; None:
-    # there are none
+    # index of recalled groups' first token, whose old log-probs are the sampler's; None: no groups
     recalled: int | None = None
-    # (n,) True for a completion that was sampled behind another form of its prompt; None: there is
-    # none
+    # (n,) True for a completion sampled behind another form of its prompt; None: there is none
     behind_variant: Tensor | None = None
     is_written: bool = False  # whether the completions are targets that a method wrote
-    # (T,) log-probs under the policy before the update, if a method has scored them
-    scored: Tensor | None = None
+    scored: Tensor | None = None  # (T,) log-probs before the update, if a method has scored them
 
     @property
     def num_updates(self) -> int:
@@ -383,9 +370,8 @@ def score_slices(
 
 
 def build_slices(groups: Sequence[Group], keep: Sequence[bool]) -> tuple[GroupSlice, ...]:
-    """Build slices of the completions whose flag in ``keep`` is True, (n,) over all groups in
-    order; groups without any are left out. Completions of a trunk are neighbors, so that few are
-    cut apart.
+    """Build slices of the completions whose flag in ``keep``, (n,) over all groups, is True, of
+    groups with any. Completions of a trunk are neighbors, so that few are cut apart.
     """
     slices, start = [], 0
     for group in groups:
@@ -415,7 +401,6 @@ def estimate_cost(
     objective = settings.objective
     is_skipped = settings.can_skip_zero_advantages and objective.beta == 0
     is_skipped = is_skipped and not has_spread(group, reward_weights, objective)
-    every = [True] * len(group.completions)
     active = [not (is_skipped or is_masked(c, objective)) for c in group.completions]
 
     def count(keep: Sequence[bool]) -> int:
@@ -427,4 +412,4 @@ def estimate_cost(
 
     references = objective.needs_reference * (2 if objective.kl_in == "reward" else 1)
     updates = objective.num_iterations * 3  # a backward pass costs two forward passes
-    return references * count(every) + updates * count(active)
+    return references * count([True] * len(active)) + updates * count(active)

@@ -141,8 +141,7 @@ class TrainResult:
 
     before: Scored | None  # held-out evaluation of the loaded model; None without held-out data
     after: Scored | None  # held-out evaluation after the last step; None without held-out data
-    # the best held-out value, including the loaded model's, with its step; None without held-out
-    # data
+    # best held-out value, the loaded model's included, with its step; None without held-out data
     best: tuple[float, int] | None
     checkpoint: Path
     run_dir: Path

@@ -159,7 +159,8 @@ class Trainer:
 
     def _rollout(self) -> Rollout:
         """Sample and score the step's groups. If that fails, save the state before the step."""
-        self.meter.reset()
+        self.policy.counters.reset()
+        self.stopwatch.reset()
         states = get_rng_states()
         with self._save_on_error():
             try:
@@ -175,8 +176,7 @@ class Trainer:
 
         Raises:
             Stopped: the run was stopped on request, and its state was saved.
-            UserError: another process writes to the run's folder, or a step failed for a reason
-                that the user can fix.
+            UserError: as from ``train``; or another process writes to the run's folder.
         """
         self.stop_request = stop_request or StopRequest(self.settings.checkpoint.max_hours)
         with lock_run(self.settings, self.accelerator):

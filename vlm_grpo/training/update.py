@@ -144,8 +144,7 @@ class Updater:
             later = [piece for part in batch.mini_batches[1:] for piece in part]
             own = [piece for piece in later if batch.layout.starts[piece.rows[0]] < end]
             with self.strategy.gathered():
-                limit = self.budget.limit
-                old = score_slices(self.policy, own, batch.layout, limit, old).logprobs
+                old = score_slices(self.policy, own, batch.layout, self.budget.limit, old).logprobs
         return old
 
     def _accumulate(
@@ -181,7 +180,9 @@ class Updater:
             except RuntimeError as error:
                 if micro is None or not is_out_of_memory(error):
                     raise
-                recomputes = self._can_recompute(micro)
+                # Where smaller micro-batches are no better, more is recomputed if it may be.
+                is_small = micro.num_tokens < 2 * ENOUGH_TOKENS or len(micro.rows) == 1
+                recomputes = is_small and self.recomputed in ("none", "mlp")
                 if not recomputes:
                     self._check_can_halve(micro, error)
             self.strategy.drop_gradients()
@@ -197,11 +198,6 @@ class Updater:
     def _least_tokens(self) -> int:
         """The number of tokens below which a micro-batch's layers are rather recomputed."""
         return ENOUGH_TOKENS if self.recomputed in ("none", "mlp") else UPDATE_TOKENS[0]
-
-    def _can_recompute(self, micro: MicroBatch) -> bool:
-        """Return whether more may be recomputed, and smaller micro-batches are no better."""
-        is_small = micro.num_tokens < 2 * ENOUGH_TOKENS or len(micro.rows) == 1
-        return is_small and self.recomputed in ("none", "mlp")
 
     def _recompute_more(self) -> None:
         assert self.recomputed is not None

@@ -15,7 +15,7 @@ from vlm_grpo.model.engine.packing import LOGIT_BYTES, fit_tokens
 from vlm_grpo.model.engine.shared import SharedEngine, _fit, round_up
 
 
-def test_slots_and_places_fit_into_the_tokens():
+def test_slots_and_places_fit_into_the_tokens_and_logits_of_those_with_places_into_the_memory():
     assert _fit(8, 4, 100, 50, 8 * (100 + 4 * 50)) == (8, 32)
     assert _fit(8, 4, 100, 50, 8 * (100 + 4 * 50) - 1) == (8, 20)
     assert _fit(8, 4, 100, 50, 300) == (1, 4)
@@ -23,6 +23,11 @@ def test_slots_and_places_fit_into_the_tokens():
     for tokens in range(300, 3000, 7):
         slots, places = _fit(8, 4, 100, 50, tokens)
         assert slots * 100 + places * 50 <= tokens
+    # Logits of 2,000 bytes per completion beside 10 bytes per token, in 8,000 usable bytes.
+    assert fit_tokens(10_000, 10, 2_000, (2, 50)) == 400  # both: 4,000 bytes of logits
+    # Of 1,000, those that have places: 160 tokens of 10 bytes, 3.2 completions of 2,000 bytes.
+    assert fit_tokens(10_000, 10, 2_000, (1_000, 50)) == 160
+    assert fit_tokens(-10_000, 10, 2_000, (2, 50)) == 0
 
 
 def test_captured_lengths_grow_by_half_at_most():
@@ -77,11 +82,3 @@ def test_a_configuration_of_any_model_is_counted_or_has_the_default(kind, monkey
     found = count(CONFIG_MAPPING[kind]().get_text_config(), (8, 64))
     assert (found == DEFAULT_ROLLOUT_TOKENS) == (kind == "pi0")
     assert found > 0
-
-
-def test_room_is_left_for_the_logits_of_all_completions_or_of_those_that_have_places():
-    """Logits of 2,000 bytes per completion beside 10 bytes per token, in 8,000 usable bytes."""
-    assert fit_tokens(10_000, 10, 2_000, (2, 50)) == 400  # both: 4,000 bytes of logits
-    # Of 1,000, those that have places: 160 tokens of 10 bytes, 3.2 completions of 2,000 bytes.
-    assert fit_tokens(10_000, 10, 2_000, (1_000, 50)) == 160
-    assert fit_tokens(-10_000, 10, 2_000, (2, 50)) == 0

@@ -24,6 +24,7 @@ from vlm_grpo.model.families.family import Family, find_part
 from vlm_grpo.model.families.known import FAMILIES as KNOWN
 from vlm_grpo.model.families.known import load_family
 from vlm_grpo.model.prompts import PromptBuilder
+from vlm_grpo.model.sharing_check import why_not_shared
 from vlm_grpo.task import PlainQuestion
 from vlm_grpo.task.coordinates import FRAMES
 from vlm_grpo.types import Example
@@ -147,7 +148,7 @@ def test_the_guide_has_the_table_of_all_families_and_their_differences_from_tran
     assert [row[0] for row in rows] == list((TITLES | VARIANTS).values())
     for name, (_, prompt, logprobs, gradient) in zip(TITLES | VARIANTS, rows, strict=True):
         config = build(name)[0].config
-        reason = load_family(config).why_not_shared(config)
+        reason = why_not_shared(load_family(config), config)
         assert prompt == ("shared" if reason is None else f"repeated: {reason}")
         if reason is not None:
             assert (logprobs, gradient) == ("—", "—")

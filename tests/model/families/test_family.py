@@ -13,6 +13,7 @@ from transformers import CONFIG_MAPPING, Cache, InternVLConfig
 from vlm_grpo.model.families.family import Family, PixelBudget
 from vlm_grpo.model.families.known import load_family
 from vlm_grpo.model.prompts import PromptBuilder
+from vlm_grpo.model.sharing_check import why_not_shared
 from vlm_grpo.task.coordinates import FRAMES
 from vlm_grpo.task.parsing import parse_boxes
 from vlm_grpo.task.registry import load_task
@@ -91,14 +92,14 @@ class OtherConfig(InternVLConfig):
 )
 def test_the_reason_against_the_shared_form(kind, reason):
     config = CONFIG_MAPPING[kind]() if isinstance(kind, str) else kind()
-    assert Family().why_not_shared(config) == reason
+    assert why_not_shared(Family(), config) == reason
 
 
 def test_recurrent_layers_need_the_cache_of_a_newer_transformers(monkeypatch):
     monkeypatch.delattr(Cache, "get_conv_state")
     reason = "its recurrent layers need transformers 5.21 or later"
-    assert Family().why_not_shared(CONFIG_MAPPING["qwen3_5"]()) == reason
-    assert Family().why_not_shared(CONFIG_MAPPING["gemma3"]()) is None
+    assert why_not_shared(Family(), CONFIG_MAPPING["qwen3_5"]()) == reason
+    assert why_not_shared(Family(), CONFIG_MAPPING["gemma3"]()) is None
 
 
 @pytest.mark.parametrize("name", ["internvl", "qwen3_vl_moe", "qwen3_5"])

@@ -21,7 +21,7 @@ def get_texts(grid: Grid, places: set[tables.Place]) -> set[str]:
     return {grid.cells[place].text for place in places}
 
 
-def test_neighbors_of_cells_with_spans():
+def test_neighbors_and_headings_of_cells_with_spans():
     (grid,) = read_grids(SPANS)
     neighbors = {
         **{((1, 0), RIGHT): "bd", ((1, 0), UP): "H", ((1, 0), DOWN): "", ((1, 0), LEFT): ""},
@@ -29,17 +29,14 @@ def test_neighbors_of_cells_with_spans():
     }
     for (place, direction), texts in neighbors.items():
         assert get_texts(grid, grid.neighbors(place, *direction)) == {*texts}, (place, direction)
-    # Rows 0 are all that follow.
-    (grid,) = read_grids("<table><tr><td rowspan=0>a<td>b<tr><td>c<tr><td>d</table>")
-    assert get_texts(grid, grid.neighbors((0, 0), *RIGHT)) == {"b", "c", "d"}
-
-
-def test_headings_are_found_over_other_cells():
-    (grid,) = read_grids(SPANS)
+    # Headings are found over other cells.
     assert get_texts(grid, grid.find_headings((2, 2), *UP)) == {"I"}
     assert get_texts(grid, grid.find_headings((2, 2), *LEFT)) == {"a"}  # no heading: the last cell
     assert grid.find_headings((0, 0), *UP) == set()
     assert grid.cells[2, 2].text == "e\nf"
+    # Rows 0 are all that follow.
+    (grid,) = read_grids("<table><tr><td rowspan=0>a<td>b<tr><td>c<tr><td>d</table>")
+    assert get_texts(grid, grid.neighbors((0, 0), *RIGHT)) == {"b", "c", "d"}
 
 
 def test_markdown_tables_are_adjoining_lines_with_bars():
@@ -52,7 +49,7 @@ def test_markdown_tables_are_adjoining_lines_with_bars():
     assert get_texts(grids[0], grids[0].find_headings((1, 1), *UP)) == {"b"}
 
 
-def test_malformed_html_is_repaired():
+def test_malformed_html_is_repaired_and_a_text_without_a_table_has_no_tree():
     for text, cells in (
         ("<table><tr><td>a<td>b<tr><td>c</table>", [["a", "b"], ["c"]]),
         ("<TABLE><TR><TD>a&lt;b</TD></TR>", [["a<b"]]),
@@ -61,9 +58,6 @@ def test_malformed_html_is_repaired():
     ):
         assert tables.read_html_rows(text) == cells
         assert read_html_tree(text) is not None
-
-
-def test_a_text_without_a_table_has_no_tree():
     texts = "", "<p>a</p>", "<table>" + "x" * tables.MAX_CHARACTERS
     assert [*map(read_html_tree, texts)] == [None] * 3
 

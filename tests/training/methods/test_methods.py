@@ -47,7 +47,7 @@ class Certainty(Method):
 @pytest.mark.parametrize(
     "file",
     [
-        *("trainer.py", "rollout.py", "update.py", "batch.py", "prompt_loader.py"),
+        *("trainer.py", "rollout.py", "update.py", "step_batch.py", "prompt_loader.py"),
         "methods/__init__.py",
         *(f"objective/{path.name}" for path in (ROOT / "objective").glob("*.py")),
         *(f"checkpoint/{path.name}" for path in (ROOT / "checkpoint").glob("*.py")),

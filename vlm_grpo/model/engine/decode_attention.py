@@ -22,16 +22,12 @@ class CachedKeys:
     """The cached keys that the queries of each of S rows see: the first ones, without gradient.
 
     The others are masked, except where one kernel reads only those of all rows (``SharedKeys``).
-
-    Attributes:
-        lengths: number of keys that each row sees, at least 1.
-        longest: upper bound of the lengths.
-        mask: -inf, or very small, where a row or one of its queries sees no key; None: every row
-            sees ``longest``, or the kernel needs no mask.
     """
 
-    lengths: Int[Tensor, " S"]
-    longest: int
+    lengths: Int[Tensor, " S"]  # number of keys that each row sees, at least 1
+    longest: int  # upper bound of the lengths
+    # -inf, or very small, where a row or one of its queries sees no key; None: every row sees
+    # ``longest``, or the kernel needs no mask
     mask: Float[Tensor, "S 1 #n longest"] | None = None
 
     @classmethod
@@ -130,9 +126,8 @@ class SharedKeys(NamedTuple):
         value: Float[Tensor, "K key_heads width"],
         scaling: float,
     ) -> tuple[Float[Tensor, "T key_heads width"], Float[Tensor, "T key_heads"]]:
-        tensors = query, key, value
         output, lse = kernels.run_varlen(
-            *tensors, self.starts, self.longest, scaling, used=self.used
+            query, key, value, self.starts, self.longest, scaling, used=self.used
         )
         return output, lse.T
 
@@ -167,23 +162,18 @@ class DecodeAttention:
 
     The queries of a group are one sequence over the single copy of its prompt. That attention and
     each completion's over itself are merged by their log-sum-exps (see ``engine/attention.py``).
-
-    Args:
-        seats: what ``SlotScheduler.build_index`` returns of each pair of numbers of heads.
-        fed: number of tokens of each completion that were fed before this one.
-        prompt_lengths: number of tokens of the prompt in each slot.
-        visible: the keys of the prompts and, with this token's, of the completions.
     """
 
     def __init__(
         self,
         cache: KVCache,
-        seats: Sequence[Tensor],
-        fed: Int[Tensor, " R"],
-        prompt_lengths: Int[Tensor, " P"],
-        visible: tuple[CachedKeys, CachedKeys],
+        seats: Sequence[Tensor],  # as of ``build_index``, for each pair of numbers of heads
+        fed: Int[Tensor, " R"],  # number of tokens of each completion fed before this one
+        prompt_lengths: Int[Tensor, " P"],  # number of tokens of the prompt in each slot
+        visible: tuple[CachedKeys, CachedKeys],  # of prompts and, with this token's, of completions
     ) -> None:
         self.cache, self.fed, self.prompt_lengths = cache, fed, prompt_lengths
+        self.longest = cache.size.prompt_length + cache.size.completion_length
         thirds = (seats[first::3] for first in range(3))
         self.seats = dict(zip(cache.heads, zip(*thirds, strict=True), strict=True))
         self._visible: dict[Any, tuple[CachedKeys, CachedKeys]] = {None: visible}
@@ -221,8 +211,7 @@ class DecodeAttention:
         shapes = (parts * cache.slots, -1), (cache.places, own // cache.places)
         queries = rows.split([len(rows) - own, own])
         queries = [x.unflatten(0, shape) for x, shape in zip(queries, shapes, strict=True)]
-        longest = cache.size.prompt_length + cache.size.completion_length
-        if kernels.has_varlen(rows) and not layer.needs_mask(longest):
+        if kernels.has_varlen(rows) and not layer.needs_mask(self.longest):
             if heads not in self._shared:
                 counts = [x.shape[1] for x in queries]
                 self._shared[heads] = SharedKeys.build(cache, counts, self._visible[None], parts)
@@ -244,11 +233,9 @@ class DecodeAttention:
         return run(hidden, self.cache.get_state(layer))
 
     def _find_visible(self, layer: Layer, heads: tuple[int, int]) -> tuple[CachedKeys, CachedKeys]:
-        cache = self.cache
-        longest = cache.size.prompt_length + cache.size.completion_length
-        if not layer.needs_mask(longest):
+        if not layer.needs_mask(self.longest):
             return self._visible[None]
-        window = layer.window or longest
+        cache, window = self.cache, layer.window or self.longest
         if (window, heads) not in self._visible:
             prompts, completions = self._visible[None]
             own_first = self.fed + 1 - window

@@ -65,13 +65,11 @@ class Compiled:
     """A function of tensors that ``torch.compile`` turns into few kernels on a GPU.
 
     Elsewhere, and within a step that is compiled as a whole, it stays as it is; so do all of them
-    once one cannot be compiled, which a warning tells. ``recomputes``: its backward pass needs
-    nothing but the inputs.
+    once one cannot be compiled, which a warning tells. ``recomputes``: backward needs only inputs.
     """
 
     mode: ClassVar[Literal["compiled", "planned", "single", "plain"]] = "compiled"
-    """Of all of them: compiled; as a plan sees them; as they are; and norms without their kernel,
-    too."""
+    """Of all: compiled; as a plan sees them; as they are; and norms without their kernel, too."""
 
     def __init__(self, function: Callable[..., Any], recomputes: bool = False) -> None:
         self.function, self.recomputes = function, recomputes
@@ -81,11 +79,10 @@ class Compiled:
         return torch.compile(self.function)
 
     def __call__(self, first: Tensor, *others: Any, **named: Any) -> Any:
-        if not can_compile(first):
+        is_planned = Compiled.mode == "planned"
+        if not can_compile(first) or (is_planned and not self.recomputes):
             return self.function(first, *others, **named)
-        if Compiled.mode == "planned":
-            if not self.recomputes:
-                return self.function(first, *others, **named)
+        if is_planned:
             return checkpoint(self.function, first, *others, use_reentrant=False, **named)
         try:
             return self.compiled(first, *others, **named)
@@ -178,11 +175,8 @@ def is_fused(module: nn.Module) -> bool:
 def has_kernel(hidden: Tensor, weight: Tensor) -> bool:
     """Return whether the kernel computes the norm of these tensors as transformers does."""
     # transformers computes norms in float32 whatever the precision.
-    return (
-        Compiled.mode != "plain"
-        and hidden.is_cuda
-        and hidden.dtype == weight.dtype != torch.float64
-    )
+    is_float = hidden.dtype == weight.dtype != torch.float64
+    return Compiled.mode != "plain" and hidden.is_cuda and is_float
 
 
 def _normalize(norm: Any, original: Any, hidden_states: Tensor, *others: Any, **named: Any) -> Any:

@@ -31,8 +31,7 @@ GraphCapture = Callable[[DecodeStep, tuple[Tensor, ...]], DecodeStep]
 """Captures a step, given the inputs of its first call. Each call of what it returns replays the
 step and overwrites the previous result."""
 KEPT_SHARE = 0.1
-"""Largest share of the device's memory that a cache may take to be kept, with its captured steps,
-between rollouts."""
+"""Largest share of a device's memory of a cache that is kept, with its steps, between rollouts."""
 KEPT_STEPS = 32
 """Largest number of captured steps that are kept, of about 30 MB each (by calculation)."""
 
@@ -45,18 +44,16 @@ def get_capture(rollout: RolloutSettings, shared: bool, training: bool) -> Graph
     """
     if rollout.cuda_graphs is False:
         return None
-    has_cuda, why_not = torch.cuda.is_available(), ""
-    if not shared:
-        why_not = (
-            "where every completion repeats its prompt (policy.engine=repeated, or a family that "
-            "cannot share it)"
-        )
+    has_cuda = torch.cuda.is_available()
     for name in ("cuda_graphs", "torch_compile"):
         if getattr(rollout, name) and training and not has_cuda:
             raise UserError(f"rollout.{name}=true needs a CUDA device: remove it")
-        if getattr(rollout, name) and has_cuda and why_not:
-            raise UserError(f"rollout.{name}=true has no effect {why_not}: remove it")
-    if why_not or not has_cuda:
+        if getattr(rollout, name) and has_cuda and not shared:
+            raise UserError(
+                f"rollout.{name}=true has no effect where every completion repeats its prompt "
+                "(policy.engine=repeated, or a family that cannot share it): remove it"
+            )
+    if not (shared and has_cuda):
         return None
     return capture_compiled if rollout.torch_compile else CudaGraph
 

@@ -119,8 +119,7 @@ def run_varlen(
     window: int | None = None,
     used: Int[Tensor, " sequences"] | None = None,
 ) -> tuple[Float[Tensor, "T heads width"], Float[Tensor, "heads T"]]:
-    """Compute attention of each sequence to its keys, or to the first ``used``; return it with its
-    log-sum-exps.
+    """Return attention of each sequence to its keys, or to the first ``used``, and log-sum-exps.
 
     ``starts`` are int32 indices of the sequences' first queries, and of their first keys; both end
     with the total. ``causal``: each query sees the last ``window`` keys up to its own; the last
@@ -152,8 +151,7 @@ class VarlenPlan:
                 if length:
                     lengths.append((length, len(seen)))
                     keys.append(seen)
-        # The index in the row of each sequence's first query, and T; in ``keys``, of its first key,
-        # and K.
+        # Index in the row of each sequence's first query, then T; in ``keys`` of its first key, K.
         starts = np.cumsum(lengths, axis=0, dtype=np.int32).T.copy()
         self.starts = [copy_to(device, row) for row in starts]
         self.keys = copy_to(device, np.concatenate(keys))  # the index in the row of each
@@ -267,12 +265,11 @@ def attend(layer: Layer, query: Tensor, key: Tensor, value: Tensor, mask: Tensor
         times = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(times, dim=1) for x in (key, value))
     if layer.cap is None:
-        shares = key.shape[1] < query.shape[1]
         return scaled_dot_product_attention(
             *(query, key, value, mask),
             is_causal=mask is None,
             scale=layer.scaling,
-            enable_gqa=shares,
+            enable_gqa=key.shape[1] < query.shape[1],
         )
     assert mask is not None  # a cap needs one
     scores = torch.tanh(query @ key.mT * (layer.scaling / layer.cap)) * layer.cap

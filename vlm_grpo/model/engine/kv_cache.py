@@ -36,8 +36,7 @@ class CacheSize(NamedTuple):
     completion_length: int
 
     def holds(self, other: CacheSize, max_tokens: int) -> bool:
-        """Return whether a cache of this size serves for one of the other size: a larger one has at
-        most ``max_tokens``."""
+        """Return whether it serves for the other size: a larger one has at most ``max_tokens``."""
         tokens = self.slots * self.prompt_length + self.places * self.completion_length
         is_enough = all(a >= b for a, b in zip(self, other, strict=True))
         return self == other or (is_enough and tokens <= max_tokens)
@@ -150,8 +149,7 @@ class KVCache:
 def _allocate_keys(shapes: Sequence[tuple[int, int]], like: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Allocate a layer's keys or values like those of a prompt, in the memory order of the kernel.
 
-    Return all tokens, and for each of the shapes (rows, length) its part (rows, length, key heads,
-    width)."""
+    Return all tokens, and their part (rows, length, key heads, width) for each (rows, length)."""
     _, heads, _, width = like.shape
     joined = like.new_zeros(sum(rows * length for rows, length in shapes), heads, width)
     parts = joined.split([rows * length for rows, length in shapes])

@@ -45,21 +45,14 @@ class ScoringSettings:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Scores of the M completion tokens of a batch, in the batch's order.
+    """Scores of the M completion tokens of a batch, in the batch's order, in nats; None: scores
+    that were not requested."""
 
-    Attributes:
-        logprobs: log-probability of each token under the sampling distribution, in nats.
-        entropies: entropy of that distribution at each token, in nats; None if not requested.
-        others: log-probabilities of k further tokens at its place; None if not requested.
-        is_top: whether each token is the likeliest at its place; None if not requested.
-        likeliest: the likeliest tokens at its place, if the others are these; None otherwise.
-    """
-
-    logprobs: Float[Tensor, " M"]
-    entropies: Float[Tensor, " M"] | None = None
-    others: Float[Tensor, "M k"] | None = None
-    is_top: Bool[Tensor, " M"] | None = None
-    likeliest: Int[Tensor, "M k"] | None = None
+    logprobs: Float[Tensor, " M"]  # of each token under the sampling distribution
+    entropies: Float[Tensor, " M"] | None = None  # of that distribution at each token
+    others: Float[Tensor, "M k"] | None = None  # log-probabilities of k further tokens at its place
+    is_top: Bool[Tensor, " M"] | None = None  # whether each token is the likeliest at its place
+    likeliest: Int[Tensor, "M k"] | None = None  # the others, if they are the likeliest tokens
 
     @property
     def columns(self) -> tuple[Tensor | None, ...]:

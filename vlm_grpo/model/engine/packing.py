@@ -131,8 +131,7 @@ def _count_common(completions: Sequence[tuple[int, ...]]) -> int:
 class GroupSlice:
     """Some or all completions of one group, scored behind one copy of their prompt.
 
-    Raises:
-        ValueError: a completion has no tokens.
+    ``ValueError``: a completion has no tokens.
     """
 
     prompt: Prompt

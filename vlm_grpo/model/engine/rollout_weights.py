@@ -104,8 +104,7 @@ def _prepare(layer: Any, has_room: bool) -> bool:
 
 
 def _can_move(layer: Any) -> bool:
-    """Return whether the layer's weights are frozen and only read, so that they may be a part of a
-    larger tensor."""
+    """Return whether a larger tensor may hold the layer's weights: frozen, and only read."""
     base = get_base(layer)
     is_merged = is_adapted(layer) and get_dtype(base) == torch.float32
     is_cast = torch.is_autocast_enabled(base.weight.device.type)
@@ -158,21 +157,15 @@ class JoinedProduct:
     calls its layers one by one, and only the identity of the inputs tells that they are the same.
     If a layer gets another input before all have taken their outputs, the layers are multiplied one
     by one from then on.
-
-    Args:
-        weight: the rows of their weights; None: a copy, or for each product those of one layer.
-        is_reordered: oneDNN multiplies the copy.
-        merges: float32 weights include their adapters.
-        moves: the layers' weights become parts of one tensor, for good.
     """
 
     def __init__(
         self,
         layers: Sequence[Any],
-        weight: Tensor | None = None,
-        is_reordered: bool = False,
-        merges: bool = False,
-        moves: bool = False,
+        weight: Tensor | None = None,  # rows of their weights; None: a copy, or those of one layer
+        is_reordered: bool = False,  # oneDNN multiplies the copy
+        merges: bool = False,  # float32 weights include their adapters
+        moves: bool = False,  # the layers' weights become parts of one tensor, for good
     ) -> None:
         self.layers, self.is_reordered, self.merges = layers, is_reordered, merges
         self.sizes = [get_base(layer).out_features for layer in layers]

@@ -126,15 +126,6 @@ class SamplerState:
         check: called whenever the finished completions are read; may raise to end the sampling.
         begun: number of tokens that each completion has already, behind its prompt, which count
             against ``max_completion_length``; empty: none.
-
-    Attributes:
-        tokens: (N + 1, longest), valid up to ``lengths``.
-        logprobs: of each token under the distribution that it was sampled from, after truncation.
-        entropies: at each token, before truncation; zeros if not requested.
-        lengths: (N + 1,) number of tokens sampled.
-        begun: (N + 1,) number of tokens before those.
-        active: (N + 1,) False once a completion is finished.
-        stopped: completions that were ended by a stop string.
     """
 
     def __init__(
@@ -150,17 +141,17 @@ class SamplerState:
         self.settings, self.decode, self.count = settings, decode, len(uniform)
         self.sizes, self.check = sizes or (1,) * self.count, check
         self.uniform = torch.cat([uniform, torch.zeros_like(uniform[:1])])
-        self.tokens = torch.zeros(shape, dtype=torch.int64, device=device)
-        self.logprobs = torch.zeros(shape, device=device)
-        self.entropies = torch.zeros(shape, device=device)
-        self.lengths = torch.zeros(shape[0], dtype=torch.int64, device=device)
-        self.active = torch.ones(shape[0], dtype=torch.bool, device=device)
+        self.tokens = torch.zeros(shape, dtype=torch.int64, device=device)  # up to ``lengths``
+        self.logprobs = torch.zeros(shape, device=device)  # as sampled: after truncation
+        self.entropies = torch.zeros(shape, device=device)  # before truncation; 0: not requested
+        self.lengths = torch.zeros(shape[0], dtype=torch.int64, device=device)  # tokens sampled
+        self.active = torch.ones(shape[0], dtype=torch.bool, device=device)  # until it is finished
         self.active[-1:].fill_(False)
         before = np.array(begun or (0,) * self.count)
-        self.begun = copy_to(device, np.append(before, 0))
+        self.begun = copy_to(device, np.append(before, 0))  # number of tokens before those
         # The numbers are as many as are left for the completion that has the fewest tokens.
         self._limits = copy_to(device, np.append(shape[1] + before.min() - before, 0))
-        self.stopped: set[int] = set()
+        self.stopped: set[int] = set()  # completions that were ended by a stop string
         self._checked = np.zeros(self.count, dtype=np.int64)  # tokens searched for stop strings
 
     def sample(

@@ -83,8 +83,7 @@ class PackedRow:
     """A row of T tokens, ``[prompt | c1 | … | cG]`` for each slice, that predicts M targets."""
 
     token_ids: Int[np.ndarray, " T"]
-    """Prompts, and each completion, with what it observed, without its last token, which is never
-    fed."""
+    """Prompts, and completions with what they observed but the last token, which is not fed."""
     position_ids: Int[np.ndarray, "axes T"]
     """Rotary positions; each completion starts at its prompt's last + 1."""
     spans: tuple[GroupSpan, ...]
@@ -181,9 +180,8 @@ def pack_row(
     # A trunk's tokens are predicted once, too: equal predictors have one place in the completion.
     pairs = row.predictors * (targets.max() + 1) + targets
     _, kept, order = np.unique(pairs, return_index=True, return_inverse=True)
-    columns = row.predictors[kept], targets[kept], row.target_positions[kept]
     names = "predictors", "targets", "target_positions"
-    return replace(row, order=order, **dict(zip(names, columns, strict=True)))
+    return replace(row, order=order, **{name: getattr(row, name)[kept] for name in names})
 
 
 def find_path_masks(row: PackedRow, paths: Sequence[Sequence[PathInputs]]) -> list[list[Masks]]:
@@ -428,8 +426,7 @@ class SharedEngine(Engine):
             like, lengths = cache.get_keys(), prompt_lengths.clamp(max=prompts.longest)
             over_prompt = CachedKeys.build(lengths, *prompts, like)
             over_own = CachedKeys.build((fed + 1).clamp(max=own.longest), *own, like)
-            keys = over_prompt, over_own
-            attend = DecodeAttention(cache, seats, fed, prompt_lengths, keys)
+            attend = DecodeAttention(cache, seats, fed, prompt_lengths, (over_prompt, over_own))
             hidden = self.family.run(self.model, tokens[:, None], positions, (), attend)[:, 0]
             return draw_tokens(self.head(hidden), numbers, uniform, sampling)
 

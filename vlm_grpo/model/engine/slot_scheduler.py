@@ -1,7 +1,6 @@
 """The order in which completions get places in the key-value cache of a rollout.
 
-Completions of any prompts may take any places, so the place of a finished completion is free at
-once.
+A completion of any prompt may take any place, so that of a finished completion is free at once.
 """
 
 from __future__ import annotations

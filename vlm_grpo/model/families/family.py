@@ -24,14 +24,12 @@ from jaxtyping import Bool, Float, Int
 from PIL import Image
 from qwen_vl_utils.vision_process import smart_resize
 from torch import Tensor, nn
-from transformers import AutoModelForImageTextToText, Cache
 from transformers.video_utils import VideoMetadata
 
 from vlm_grpo.model.transfer import copy_to
 from vlm_grpo.types import ImageRef, Prompt, VideoRef
 
 RECURRENT_TYPES = {"linear_attention", "conv"}  # as transformers' configurations name them
-LAYER_TYPES = {"full_attention", "sliding_attention"} | RECURRENT_TYPES  # can share a prompt
 ALL_LAYERS = ""  # key of a prompt's mask that holds for layers of all types
 
 Unit = tuple[ImageRef, ...]
@@ -44,8 +42,7 @@ class ImageFeatures(NamedTuple):
     """The vision tower's output for the images of one unit."""
 
     embeds: Float[Tensor, "tokens width"]
-    # One tensor per layer, of families whose first language layers get features from inside the
-    # tower.
+    # One tensor per layer, where some language layers get features from inside the tower.
     deepstack: tuple[Float[Tensor, "tokens width"], ...] = ()
     layers: tuple[int, ...] = ()  # those that get the features of ``deepstack``; empty: the first
     common: Mapping[str, Tensor] = {}  # what depends on no image, by name
@@ -258,29 +255,6 @@ class Family:
         return decode
 
     # The shared-prefix form.
-
-    def why_not_shared(self, config: Any) -> str | None:
-        """Return the reason why completions cannot share a prompt, or None if they may.
-
-        The first steps of a run show whether they can (``model/sharing_check.py``).
-        """
-        text = config.get_text_config()
-        model: Any = AutoModelForImageTextToText._model_mapping.get(type(config), None)  # noqa: SLF001
-        if model is None:
-            return "its code does not come with transformers"
-        if config.is_encoder_decoder:
-            return "it is an encoder-decoder model"
-        if getattr(text, "cross_attention_layers", None):
-            return "its language model reads images by cross-attention"
-        parameters = inspect.signature(model.forward).parameters
-        if type(self).run is Family.run and "mm_encoder_outputs" not in parameters:
-            return "its model takes no precomputed image features (transformers 5.18 and later may)"
-        kinds = getattr(text, "layer_types", None) or ()
-        if others := set(kinds) - LAYER_TYPES:
-            return f"it has layers of the type {', '.join(sorted(others))}"
-        if RECURRENT_TYPES.intersection(kinds) and not hasattr(Cache, "get_conv_state"):
-            return "its recurrent layers need transformers 5.21 or later"
-        return None
 
     def head(self, model: Any) -> Any:
         """Return the module that maps the language model's output to logits."""

@@ -118,12 +118,11 @@ def write_checkpoint(
 
 
 def merge_shards(tmp_dir: Path, shards: Mapping[str, Checksums]) -> Checksums:
-    """Merge the folders that the ranks wrote, and return the checksums of the merged files.
+    """Merge and remove the folders that the ranks wrote; return the checksums of the merged files.
 
     The files get the names that transformers gives to a sharded model, and its index, so that
     other programs can load the model. Files other than safetensors are taken from the first.
-    ``shards`` has the checksums of each folder's files by its name, such as ``00001-of-00002``; the
-    folders are removed."""
+    ``shards`` has the checksums of each folder's files by its name, such as ``00001-of-00002``."""
     checksums: Checksums = {}
     for rank, (shard, files) in enumerate(shards.items()):
         for name, checksum in files.items():

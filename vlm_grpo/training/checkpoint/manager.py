@@ -94,9 +94,8 @@ class CheckpointManager:
     def save(self, state: RunState) -> None:
         """Write a checkpoint, and delete those that the settings do not keep."""
         settings, accelerator = self.settings.checkpoint, self.accelerator
-        step, keep = state.step, set[int]()
-        if settings.keep_best and state.best is not None:
-            keep.add(state.best[1])
+        step, best = state.step, state.best
+        keep = {best[1]} if settings.keep_best and best is not None else ()
         contents = self._collect(state)
         weights = self._gather(self.updater.strategy.weights())
 

@@ -137,8 +137,7 @@ class Passes:
 class Method:
     """An optional method of a run; each hook does nothing unless a method overrides it.
 
-    Args:
-        own: the method's settings; of a file's method, those of its class of settings.
+    ``own`` are its settings; of a file's method, those of its class of settings.
     """
 
     name: ClassVar[str]  # the name of its term in the loss, and in files

@@ -22,8 +22,7 @@ NEED_WHOLE_IMAGES = (
     *("objective.beta", "objective.replay", "objective.distillation", "objective.perception"),
     *("counterfactual", "revision"),
 )
-"""Settings and methods for which the policy must have sampled behind the images that it is trained
-with."""
+"""Settings and methods that need completions from behind the images of the training."""
 
 
 class CropRolloutsSettings(MethodSettings):

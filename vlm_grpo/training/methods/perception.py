@@ -91,7 +91,6 @@ def weigh_by_dependency(
     means = {row: values.mean().item() for row, values in dependency.items()}
     every = gather_object([*means.values()])
     low, high = min(every, default=0.0), max(every, default=0.0)
-    spread = high - low
     mean = sum(value - low for value in every) / max(len(every), 1)
     factors = [torch.ones(length) for length in lengths]
     for row, values in dependency.items():
@@ -99,7 +98,7 @@ def weigh_by_dependency(
             count = math.ceil(len(values) * settings.top_share)
             factors[row] = torch.zeros(len(values))
             factors[row][values.topk(count).indices] = 1.0
-        if settings.min_scale is not None and spread > 1e-6:
+        if settings.min_scale is not None and high - low > 1e-6:
             share = (means[row] - low) / mean
             factors[row] = factors[row] * (settings.min_scale + (1 - settings.min_scale) * share)
     return torch.cat(factors) if factors else torch.zeros(0)

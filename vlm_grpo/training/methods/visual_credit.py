@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -62,12 +63,8 @@ class VisualCredit(Method):
     name, has_videos = "visual_credit", False
     own: VisualCreditSettings
     slope: float | None = None  # of the last step's gains over its rewards, without the object
-    maps: Mapping[ImageRef, Float[np.ndarray, "rows columns"]]
+    maps: Mapping[ImageRef, Float[np.ndarray, "rows columns"]] = MappingProxyType({})
     examples: Sequence[Example] = ()
-
-    def __init__(self, own: Any) -> None:
-        super().__init__(own)
-        self.maps = {}
 
     def start(self, run: Run) -> None:
         super().start(run)

@@ -19,16 +19,13 @@ EPSILON = 1e-4
 class Advantages:
     """Advantages of n completions, and statistics of their g groups by first appearance."""
 
-    # advantage of each completion; exactly 0 where the group gives no signal
-    values: Float[Tensor, " n"]
+    values: Float[Tensor, " n"]  # of each completion; exactly 0 where the group gives no signal
     # standard deviation (ddof 1) of each group's scorable rewards; 0 with fewer than two of them
     group_stds: Float[Tensor, " g"]
-    # True for a group whose advantages are all 0: its rewards are equal, or fewer than two of its
-    # completions are scorable
+    # True for a group whose advantages are 0: with equal rewards, or fewer than two scorable ones
     zero_spread: Bool[Tensor, " g"]
     scorable: Bool[Tensor, " n"]  # True for a completion that has a reward
-    # (T,) advantages of each completion's tokens, of which ``values`` has the means; None: they are
-    # all the completion's
+    # (T,) advantages of each completion's tokens, whose means are ``values``; None: all are alike
     tokens: tuple[Tensor, ...] | None = None
 
     @property
@@ -111,8 +108,7 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Tensor | Sequence[T
 
 
 def _whiten(rewards: Tensor, inputs: AdvantageInputs) -> Tensor | Sequence[Tensor]:
-    """Normalize the returns by mean and deviation over all tokens; 1e-8 is added to the variance,
-    as in verl."""
+    """Normalize the returns over all tokens; 1e-8 is added to the variance, as in verl."""
     counts = inputs.lengths.to(rewards)
     if inputs.penalties is None:
         returns, weights = [rewards], [counts]
@@ -183,8 +179,7 @@ def group_advantages(
     completion in a group with fewer than two rewards, or with equal rewards. Pass the completions
     of all ranks: otherwise groups and the batch's deviation may be incomplete. ``scale_rewards``
     divides by the deviation of the ``group`` or of the ``batch``, or by 1 (``none``; "Dr. GRPO",
-    arXiv:2503.20783). ``ValueError``: a reward is infinite, there are not n ids, or a name is
-    unknown.
+    arXiv:2503.20783). ``ValueError``: an infinite reward, not n ids, or an unknown name.
     """
     scorable = _find_scorable(rewards, group_ids)
     index, count = _index_groups(group_ids, rewards.device)
@@ -214,8 +209,7 @@ def per_reward_advantages(
     combinations to one total; normalizing first keeps them distinct (GDPO, arXiv:2601.05242). The
     sum needs no centering over the batch: its mean in each group is 0 already. A NaN among the k
     rewards, with a weight other than 0, makes the completion unscorable. ``group_stds`` describes
-    the weighted sum of the raw rewards; a group has zero spread when each of its weighted rewards
-    has.
+    the weighted sum of the raw rewards; a group has zero spread when each weighted reward has.
     """
     used = rewards[:, weights != 0]
     total = (used * weights[weights != 0]).sum(dim=1)

@@ -110,8 +110,10 @@ def _find_problem(loss: Surrogate, settings: ObjectiveSettings) -> str | None:
     batch = _draw_batch()
     assert batch.old_logprobs is not None
     values = loss((batch.logprobs - batch.old_logprobs).exp(), batch, settings)
-    if not isinstance(values, Tensor) or values.shape != batch.logprobs.shape:
-        return f"it must return a tensor of one value per token, not {_describe(values)}"
+    is_tensor = isinstance(values, Tensor)
+    if not is_tensor or values.shape != batch.logprobs.shape:
+        found = f"one of shape {list(values.shape)}" if is_tensor else type(values).__name__
+        return f"it must return a tensor of one value per token, not {found}"
     if not values.requires_grad:
         return "its values have no gradient: use the ratio or batch.logprobs without detaching them"
     every, half = range(len(LENGTHS)), len(LENGTHS) // 2
@@ -129,11 +131,6 @@ def _find_problem(loss: Surrogate, settings: ObjectiveSettings) -> str | None:
         "batch.completion_mean and batch.completion_sum are those over a completion, and "
         "loss_type sets how the values are reduced"
     )
-
-
-def _describe(values: object) -> str:
-    is_tensor = isinstance(values, Tensor)
-    return f"one of shape {list(values.shape)}" if is_tensor else type(values).__name__
 
 
 def _draw_batch() -> TokenBatch:

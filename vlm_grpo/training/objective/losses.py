@@ -166,8 +166,7 @@ TERMS: Mapping[str, Callable[[LossInputs], PerToken]] = {
     "kl": kl_term,
     "entropy": entropy_term,
 }
-"""The terms of the loss besides those of the methods: each computes one value per token, before
-weighting."""
+"""The terms of the loss besides those of the methods: each computes a token's unweighted value."""
 
 
 def clipped_loss(ratio: PerToken, batch: TokenBatch, settings: ObjectiveSettings) -> PerToken:
@@ -249,8 +248,7 @@ def completion_weights(
     3); dr_grpo 1 / (completions × max_completion_length) (arXiv:2503.20783); luspo 1 / completions
     (arXiv:2602.05261); dapo, bnpo, cispo and vespo 1 / active tokens of the step (arXiv:2503.14476,
     eq. 8). ``kl``: β times that. ``entropy``: −entropy_coef / active tokens. The methods add the
-    weights of their terms. All are 0 for masked completions, whose ``active`` is False; None: all
-    are active.
+    weights of their terms. All are 0 for masked completions (``active``; None: there are none).
     """
     if missing := sorted(settings.method_terms - methods.keys()):
         raise ValueError(
@@ -327,8 +325,11 @@ def loss_metrics(inputs: LossInputs) -> MetricAccumulator:
     if (reference := inputs.reference) is not None:
         change = (batch.logprobs - old).exp()
         means["kl"] = (k3(batch.logprobs, reference) * change, active)
+    counted = active
+    if settings.importance_sampling_level == "sequence":
+        counted = active / batch.lengths.clamp(min=1)[batch.completion]
     for name, clipped in _find_clipped(batch, ratio, settings).items():
-        means[name] = (clipped.to(active.dtype), _clip_weights(batch, settings))
+        means[name] = (clipped.to(active.dtype), counted)
     if batch.sampler_logprobs is not None:
         difference, compared = (old - batch.sampler_logprobs).abs(), active
         if batch.behind_variant is not None:
@@ -371,9 +372,3 @@ def _find_clipped(
         "clip_ratio/high_mean": high,
         "clip_ratio/region_mean": low | high,
     }
-
-
-def _clip_weights(batch: TokenBatch, settings: ObjectiveSettings) -> PerToken:
-    if settings.importance_sampling_level == "token":
-        return batch.active_tokens
-    return batch.active_tokens / batch.lengths.clamp(min=1)[batch.completion]

@@ -33,24 +33,19 @@ class TokenBatch:
     old_logprobs: PerToken | None = None
     # log-probs under the reference policy, without gradient; None if no separate reference is kept
     reference_logprobs: PerToken | None = None
-    # factor of each token's weight in the policy loss; None: 1
-    token_factors: PerToken | None = None
+    token_factors: PerToken | None = None  # of each token's weight in the policy loss; None: 1
     sampler_logprobs: PerToken | None = None
     # True for a completion sampled behind another form of its prompt, whose sampler log-probs are
     # not compared with the policy's; None: there is none
     behind_variant: Bool[Tensor, " N"] | None = None
     # entropy of the policy's distribution at each token, with gradient if there is an entropy bonus
     entropies: PerToken | None = None
-    # False for a completion that is masked out (truncated); None: all are active
-    active: Bool[Tensor, " N"] | None = None
+    active: Bool[Tensor, " N"] | None = None  # False: masked out (truncated); None: all are active
     # log-probs of k candidates at each token's place, with gradient, which a method has chosen
     candidate_logprobs: Float[Tensor, "M k"] | None = None
-    # whether each token is the policy's likeliest; None: unknown
-    is_top: Bool[Tensor, " M"] | None = None
-    # advantage of each token; None: that of its completion
-    token_advantages: PerToken | None = None
-    # weight of each token in each term of the loss, by the term's name, with the normalizer of the
-    # step included
+    is_top: Bool[Tensor, " M"] | None = None  # whether it is the policy's likeliest; None: unknown
+    token_advantages: PerToken | None = None  # None: that of the token's completion
+    # weight of each token in each term of the loss, by its name, with the step's normalizer
     weights: Mapping[str, PerToken] = field(default_factory=dict)
     # what methods scored of each token, by name, without gradient
     scores: Mapping[str, Shaped[Tensor, "M ..."]] = field(default_factory=dict)
@@ -106,8 +101,7 @@ class MetricAccumulator:
     gradient, which stays on its device until ``cpu`` or ``values`` is called.
     """
 
-    # sum and count of each mean by name
-    means: Mapping[str, tuple[Number, Number]] = field(default_factory=dict)
+    means: Mapping[str, tuple[Number, Number]] = field(default_factory=dict)  # sum and count
     minima: Mapping[str, Number] = field(default_factory=dict)
     maxima: Mapping[str, Number] = field(default_factory=dict)
     sums: Mapping[str, int] = field(default_factory=dict)
