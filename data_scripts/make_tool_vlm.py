@@ -23,7 +23,7 @@ from transformers import AutoModelForImageTextToText
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data.loading import load_split
-from vlm_grpo.data.mixture import load_run_task
+from vlm_grpo.data.mixed_task import load_run_task
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.loading import get_model_source, load_prompt_builder
 from vlm_grpo.task.episodes import EnvironmentRunner, demonstrate

@@ -18,7 +18,8 @@ from typing import Any
 from transformers import AutoConfig
 
 from vlm_grpo.planning.known import TABLE_KINDS, build_known_settings
-from vlm_grpo.planning.model_shape import measure_layers, read_model_shape
+from vlm_grpo.planning.layer_memory import measure_layers
+from vlm_grpo.planning.model_shape import read_model_shape
 
 # Width, intermediate width, layers, query heads, key heads, vocabulary, tied embeddings.
 QWEN2 = {

@@ -19,8 +19,9 @@ from step_time_vlm_grpo import OUTPUT, NoiseTask, build_policy
 
 from vlm_grpo.config.run import Settings
 from vlm_grpo.model.policy import load_policy
+from vlm_grpo.planning.layer_memory import measure_layers
 from vlm_grpo.planning.memory import estimate_memory
-from vlm_grpo.planning.model_shape import measure_layers, read_model_shape
+from vlm_grpo.planning.model_shape import read_model_shape
 from vlm_grpo.planning.sizes import PromptSize, estimate_workload
 from vlm_grpo.training.trainer import Trainer
 from vlm_grpo.types import Example, ImageRef

@@ -18,9 +18,9 @@ from small_runs import make_trainer, read_metrics, small_run
 
 from vlm_grpo import Settings, UserError, load_settings, train
 from vlm_grpo.data.loading import load_run
-from vlm_grpo.data.order import ExampleStream
+from vlm_grpo.data.prompt_order import ExampleStream
 from vlm_grpo.model.resolve import list_checkpoints
-from vlm_grpo.training.checkpoint.files import verify_checkpoint
+from vlm_grpo.training.checkpoint.checksums import verify_checkpoint
 
 
 def make_row(name: object) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from groups import make_group
 from small_runs import read_metrics, save_tiny_model, small_run
 
 from vlm_grpo import Settings, UserError, load_settings, load_task, train
-from vlm_grpo.data.mixture import Mixed
+from vlm_grpo.data.mixed_task import Mixed
 from vlm_grpo.report.run import read_run
 from vlm_grpo.training.checkpoint.resume import check_same_settings, flatten_settings
 from vlm_grpo.training.step_batch import Rollout, compute_advantages

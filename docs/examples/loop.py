@@ -14,7 +14,7 @@ import torch
 
 from vlm_grpo import load_policy, load_settings, load_task
 from vlm_grpo.data.loading import load_examples
-from vlm_grpo.data.order import ExampleStream
+from vlm_grpo.data.prompt_order import ExampleStream
 from vlm_grpo.eval.evaluate import evaluate_model
 from vlm_grpo.eval.models import LocalModel
 from vlm_grpo.model.engine.packing import MicroBatch, pack

@@ -18,7 +18,7 @@ from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data import loading
 from vlm_grpo.data.held_out import split_by_image
-from vlm_grpo.data.mixture import Mixed, load_run_task
+from vlm_grpo.data.mixed_task import Mixed, load_run_task
 from vlm_grpo.errors import UserError
 from vlm_grpo.task.coordinates import FRAMES
 from vlm_grpo.task.registry import load_task

@@ -12,7 +12,7 @@ from dataset_files import get_load_error, load
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data.loading import load_split
-from vlm_grpo.data.mixture import load_run_task
+from vlm_grpo.data.mixed_task import load_run_task
 from vlm_grpo.data.objects import Objects
 from vlm_grpo.errors import UserError
 from vlm_grpo.task.coordinates import PERMILLE

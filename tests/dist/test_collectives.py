@@ -13,11 +13,6 @@ TWO_RANKS: Any = SimpleNamespace(num_processes=2, device=torch.device("cpu"))
 """An accelerator of two ranks."""
 
 
-def set_other_flag(monkeypatch: pytest.MonkeyPatch, flag: bool) -> None:
-    """Let the other rank contribute a flag to every sum."""
-    monkeypatch.setattr(collectives.utils, "reduce", lambda flags, _: flags + float(flag))
-
-
 def test_every_tensor_is_summed_in_its_bucket(monkeypatch):
     sent: list[torch.Tensor] = []
 
@@ -38,21 +33,8 @@ def test_every_tensor_is_summed_in_its_bucket(monkeypatch):
 
 @pytest.mark.parametrize(("own", "other"), [(True, False), (False, True), (False, False)])
 def test_a_flag_of_any_rank_counts(monkeypatch, own, other):
-    set_other_flag(monkeypatch, other)
+    monkeypatch.setattr(collectives.utils, "reduce", lambda flags, _: flags + float(other))
     assert collectives.any_rank(TWO_RANKS, own) == (own or other)
-
-
-def test_a_failure_on_one_rank_is_raised_on_all(monkeypatch):
-    set_other_flag(monkeypatch, False)
-    with collectives.fail_together(TWO_RANKS):
-        pass
-    set_other_flag(monkeypatch, True)
-    message = "another process of this run has failed"
-    with pytest.raises(UserError, match=message), collectives.fail_together(TWO_RANKS):
-        pass
-    # A rank that fails itself raises its own error.
-    with pytest.raises(OSError, match="disk"), collectives.fail_together(TWO_RANKS):
-        raise OSError("disk")
 
 
 @pytest.mark.parametrize(

@@ -150,10 +150,8 @@ def run_command(*words: str) -> None:
 
 
 def launch_run(folder: Path) -> None:
-    """Launch a run on two processes as users do, and wait for its end.
-
-    The ranks are forks of the launcher: four interpreters would take 40 seconds.
-    """
+    """Launch a run on two processes as users do, and wait for its end. The ranks are forks of the
+    launcher: four interpreters would take 40 seconds."""
     sys.argv = [
         *("accelerate launch", "--config_file", str(CONFIGS / "cpu.yaml")),
         *("--num_processes", "2", "--main_process_port", "0", "--max_restarts", "1"),

@@ -45,26 +45,6 @@ def update(optimizer: torch.optim.Optimizer, weights: Named, step: int) -> None:
     optimizer.step()
 
 
-def test_weights_decay_only_in_matrices():
-    weights = make_weights()
-    optimizer = make_optimizer(weights, weight_decay=0.1)
-    groups = optimizer.param_groups
-    decays = {id(w): group["weight_decay"] for group in groups for w in group["params"]}
-    assert [decays[id(weight)] for _, weight in weights] == [0.0, 0.1]
-    assert optimizer.defaults["fused"]  # one kernel for all weights
-
-
-def test_state_is_loaded_by_name_in_any_order():
-    """The optimizer numbers matrices before vectors, in whatever order the weights are named."""
-    state = make_state()
-    weights = make_weights()[::-1]
-    optimizer = make_optimizer(weights)
-    load_optimizer_tensors(optimizer, weights, dict(reversed(state.items())))
-    loaded = optimizer_tensors(optimizer, weights)
-    assert loaded.keys() == state.keys()
-    assert all(torch.equal(loaded[key], state[key]) for key in state)
-
-
 def test_state_of_other_weights_is_refused():
     state = make_state()
 
@@ -192,8 +172,11 @@ def test_the_state_of_each_optimizer_is_as_described_and_resumes_bit_for_bit(nam
         described |= {f"{key}/{part}": value for part, value in own.items()}
     assert {key: (tuple(v.shape), v.dtype) for key, v in state.items()} == described
     resumed = [(key, nn.Parameter(weight.detach().clone())) for key, weight in weights]
-    other = make_optimizer(resumed, name=name, lr=1e-2)
-    load_optimizer_tensors(other, resumed, load_file(path))
+    given, saved = resumed, load_file(path)
+    if dtype == torch.float32:  # found by name; the random bits of bfloat16 depend on the order
+        given, saved = resumed[::-1], dict(reversed(saved.items()))
+    other = make_optimizer(given, name=name, lr=1e-2)
+    load_optimizer_tensors(other, given, saved)
     for step in range(2, 4):
         update(optimizer, weights, step)
         update(other, resumed, step)

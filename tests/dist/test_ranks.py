@@ -14,7 +14,7 @@ from small_runs import assert_same_weights, read_metrics
 
 from vlm_grpo.model.loading import load_model
 from vlm_grpo.model.resolve import resolve_model
-from vlm_grpo.training.checkpoint.files import CorruptCheckpoint, verify_checkpoint
+from vlm_grpo.training.checkpoint.checksums import CorruptCheckpoint, verify_checkpoint
 from vlm_grpo.training.export import export
 
 TWO = ["ddp-2", "fsdp-2", "fsdp_held-2"]

@@ -1,8 +1,7 @@
 """Every command of the guides runs once, in a short form if it would take long.
 
-A command with a model from the hub runs with the embedded model; ``test_docs.py`` checks the
-settings and options as written, also of the few commands that do not run (``NOT_RUN``). A launch of
-several processes runs in one; ``tests/dist`` launches them.
+A model from the hub becomes the embedded model, and several processes one. ``test_docs.py`` checks
+settings and options as written, also of the few commands that do not run (``NOT_RUN``).
 """
 
 import json

@@ -12,7 +12,7 @@ import pytest
 from small_tasks import Distance
 
 from vlm_grpo import Task, load_task
-from vlm_grpo.data.mixture import Mixed
+from vlm_grpo.data.mixed_task import Mixed
 from vlm_grpo.eval import scored
 from vlm_grpo.eval.scored import Row, Scored
 from vlm_grpo.eval.tool_gain import compare_tools

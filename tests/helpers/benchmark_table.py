@@ -1,7 +1,4 @@
-"""Build the tables of benchmarks in docs/benchmarks.md from their definitions.
-
-Run ``python tests/helpers/benchmark_table.py`` to print them.
-"""
+"""Build the tables of docs/benchmarks.md from their definitions; as a program, print them."""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -1,10 +1,7 @@
 """Decode steps that are recorded, replayed or compiled on a CPU.
 
-The program compiles those of small models as a whole, and compares what they sample.
-
-    python tests/helpers/compiled_steps.py
-
-The checks of shapes that pytest installs cannot be compiled, so the tests run this as a program.
+The program compiles those of small models as a whole, and compares what they sample. The checks of
+shapes that pytest installs cannot be compiled, so a test runs it in a process of its own.
 """
 
 import contextlib
@@ -39,11 +36,8 @@ BACKEND = "aot_eager_decomp_partition"
 
 
 class TracedStep(TorchDispatchMode):
-    """The operations of one step on its tensors, as a CUDA graph captures them.
-
-    A replay does not run the step's Python code: a step that depends on Python values gives wrong
-    results. A step that reads a value from the device raises an error when it is traced.
-    """
+    """The operations of one step on its tensors, as a CUDA graph captures them: a replay does not
+    run the step's Python code. A step that reads a value from the device is an error."""
 
     traces = 0
 

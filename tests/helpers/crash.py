@@ -1,11 +1,6 @@
-"""Kill a training run repeatedly, and compare its result with that of an uninterrupted run.
-
-    python tests/helpers/crash.py --kills 50
-
-Half of the kills come at a random time, half while a checkpoint is being written. Each is a SIGKILL
-to a process that is forked from this one, which saves the imports. Weights, metrics and samples
-must equal those of the uninterrupted run bit for bit, and ``metrics.jsonl`` must have every step
-once.
+"""Kill a training run repeatedly (python tests/helpers/crash.py --kills 50): half of the times at a
+random time, half while a checkpoint is being written. Weights, metrics and samples must equal those
+of an uninterrupted run bit for bit, and ``metrics.jsonl`` must have every step once.
 """
 
 import contextlib
@@ -57,10 +52,8 @@ def list_incomplete(run: Settings) -> set[tuple[str, int]]:
 def wait_for_checkpoint(
     run: Settings, process: BaseProcess, count: int, stale: set[tuple[str, int]]
 ) -> None:
-    """Wait until the process has started to write its ``count``-th checkpoint.
-
-    ``stale`` are incomplete checkpoints that the previous process has left.
-    """
+    """Wait until the process has started to write its ``count``-th checkpoint, without those that
+    the previous process has left incomplete (``stale``)."""
     started: set[str] = set()
     while len(started) < count:
         started |= {name for name, _ in list_incomplete(run) - stale}
@@ -70,10 +63,8 @@ def wait_for_checkpoint(
 
 
 def kill_once(folder: Path, steps: int, rng: random.Random, seconds: float | None) -> list[int]:
-    """Kill the run within a number of seconds, or (None) while it writes a checkpoint.
-
-    Return how many incomplete checkpoints that left, and how many steps it lost.
-    """
+    """Kill the run within a number of seconds, or (None) while it writes a checkpoint; return how
+    many incomplete checkpoints that left, and how many steps it lost."""
     run = make_settings(folder, "broken", steps, "resume=true")
     stale = list_incomplete(run)
     process = start(log := folder / "broken.log", train, run)

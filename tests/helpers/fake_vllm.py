@@ -3,8 +3,7 @@
     python fake_vllm.py FOLDER -m vllm.entrypoints.cli.main serve MODEL --host=H --port=P …
 
 ``FOLDER/plan.json`` says how it fails. ``FOLDER/calls.jsonl`` receives every request, and
-``FOLDER/loaded`` a copy of the weights that were loaded last under each version. The file imports
-nothing but the standard library and ``judge_server``.
+``FOLDER/loaded`` the weights that were loaded last under each version. No library is imported.
 """
 
 import base64

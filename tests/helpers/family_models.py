@@ -57,11 +57,8 @@ CONVNEXT = {
 
 
 def _find_tokens(model_type: str, processor: Any, given: dict[str, str]) -> dict[str, int]:
-    """Return the ids of special tokens that a configuration has.
-
-    If not ``given`` by name, they are attributes of the processor or its tokenizer, or have the
-    name as their text.
-    """
+    """Return the ids of special tokens that a configuration has. If not ``given`` by name, they are
+    attributes of the processor or its tokenizer, or have the name as their text."""
     default, tokenizer = hf.CONFIG_MAPPING[model_type](), processor.tokenizer
     keys = {key for key in (*default.to_dict(), *default.attribute_map) if key.endswith("token_id")}
     found = {name if name.endswith("_id") else f"{name}_token_id": x for name, x in given.items()}
@@ -90,11 +87,8 @@ def _build(
     tokens: dict[str, str] | None = None,
     **config: Any,
 ) -> tuple[Any, Any]:
-    """Build a random model of the type and its processor.
-
-    ``text`` are settings of the language model; ``tokens`` those that ``_find_tokens`` does not
-    find, by their name in the configuration or its part before ``_token_id``.
-    """
+    """Build a random model of the type with settings of its language model, and its processor.
+    ``tokens`` are those that ``_find_tokens`` does not find, by their name before ``_token_id``."""
     kind: Any = hf.CONFIG_MAPPING[model_type]
     built, default, text = build_processor(processor), kind(), text or {}
     sizes = {name: SMALL[name] for name in ("hidden_size", "intermediate_size")}

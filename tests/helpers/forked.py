@@ -1,7 +1,5 @@
-"""Calls in processes that are forked from one that has imported the library.
-
-A new interpreter takes eight seconds for these imports; a fork needs none.
-"""
+"""Calls in processes that are forked from one that has imported the library, which takes eight
+seconds in a new interpreter."""
 
 import ctypes
 import gc
@@ -27,10 +25,8 @@ TIMEOUT = 240
 
 
 def leave_writes_to_the_system() -> None:
-    """Do not wait for the disk: tests end processes, whose writes are kept, and never the machine.
-
-    A small run waits for it twenty times.
-    """
+    """Do not wait for the disk, as a small run does twenty times: tests end processes, whose writes
+    are kept, and never the machine."""
     os.fsync = lambda fd: None
 
 
@@ -79,10 +75,8 @@ def _call(output: Path, environment: dict[str, str], function: Callable, argumen
 
 
 def run_ranks(output: Path, count: int, function: Callable, *arguments: Any) -> None:
-    """Run a call in every process of a group on CPUs, as launchers start them.
-
-    Every rank must end in time, with exit status 0.
-    """
+    """Run a call in every process of a group on CPUs, as launchers start them; each must end in
+    time, with exit status 0."""
     environment = {"ACCELERATE_USE_CPU": "true"}
     if count > 1:
         with socket.socket() as free:

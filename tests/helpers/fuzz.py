@@ -2,9 +2,8 @@
 
     python tests/helpers/fuzz.py --seed 1 --count 2000 [--only NUMBER]
 
-Commands and options are those of the parsers, with the examples of their help; settings and values
-come from the schema of ``Settings``. Many commands read a damaged file of somebody else, some have
-odd environment variables. The results are kept in build/fuzz: the same call continues.
+docs/testing.md says what they are drawn from. The results are kept in build/fuzz: the same call
+continues.
 """
 
 import json

@@ -32,11 +32,8 @@ def plain_flash_varlen(
     window_size_right: int,
     seqused_k: Tensor | None = None,
 ) -> Any:
-    """Compute each sequence with an explicit mask.
-
-    A query sees as many keys before and after its own as the window says, or all if negative; the
-    last query's own key is the last one.
-    """
+    """Compute each sequence with an explicit mask. A query sees the keys before and after its own
+    that the window says, or all if negative; the last query's own key is the last one."""
     window = window_size_left, 0 if is_causal else window_size_right
     before, after = (n if n >= 0 else longest_key for n in window)
     assert not dropout
@@ -101,10 +98,8 @@ def record_copies(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 class GpuMemory:
-    """The memory of a GPU: a micro-batch takes a number of bytes per token during its pass.
-
-    Gradients take their bytes from the pass on. Inside, the updater takes the way of a GPU.
-    """
+    """The memory of a GPU, whose way the updater takes: a micro-batch takes a number of bytes per
+    token during its pass, and gradients take their bytes from the pass on."""
 
     def __init__(self, updater: Updater, size: int, token: int) -> None:
         self.updater, self.size, self.token = updater, size, token

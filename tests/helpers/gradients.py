@@ -30,10 +30,8 @@ def use_float64_recurrence(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
 
 
 def use_float64(monkeypatch: pytest.MonkeyPatch, *models: Any) -> None:
-    """Let models in float64 compute norms, rotations, routers and recurrences in float64, too.
-
-    Without it, differences of 1e-16 between two forms of a model grow to the rounding of float32.
-    """
+    """Let models in float64 compute norms, rotations, routers and recurrences in float64 too, where
+    differences of 1e-16 would grow to the rounding of float32."""
 
     def widen(function: Callable) -> Callable:
         @functools.wraps(function)

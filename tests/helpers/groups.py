@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from vlm_grpo.config.run import Settings
-from vlm_grpo.data.order import ExampleStream, build_stream
+from vlm_grpo.data.prompt_order import ExampleStream, build_stream
 from vlm_grpo.training.objective.advantages import Advantages
 from vlm_grpo.training.objective.token_batch import TokenBatch
 from vlm_grpo.training.step_batch import StepAdvantages
@@ -29,10 +29,8 @@ def build_mixture(counts: dict[str, int], seed: int = 0, **data: Any) -> Example
 def make_group(
     *rewards: Mapping[str, float | None], name: str = "1", lengths: Sequence[int] | None = None
 ) -> Group:
-    """Build a group of completions with these rewards by name; None where a reward is undefined.
-
-    ``lengths`` are numbers of tokens, by default 1 each. Token i of completion c is 10 · c + i.
-    """
+    """Build a group of completions with these rewards by name (None: undefined) and numbers of
+    tokens, by default 1 each. Token i of completion c is 10 · c + i."""
     prompt = Prompt(Example(name, (), "?", 0), "", (7, 8), {})
     tokens = [range(10 * row, 10 * row + n) for row, n in enumerate(lengths or [1] * len(rewards))]
     completions = tuple(Completion((*own,), (-0.5,) * len(own), "", "eos") for own in tokens)

@@ -13,10 +13,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Reply:
-    """A response: its text (JSON of a chat completion, or ``body`` as it is), status and delay.
-
-    With ``is_cut`` the connection ends without a response.
-    """
+    """A response: its text (JSON of a chat completion, or ``body`` as it is), status and delay; if
+    ``is_cut``, the connection ends without one."""
 
     text: str = ""
     status: int = 200

@@ -1,8 +1,6 @@
 """A policy on the meta device, which stands in for a GPU with its kernels.
 
-The meta device computes shapes only: reading a value is an error there, as is everything whose
-shape depends on values. ``no_host_tensors`` adds what the meta device allows and
-CUDA waits for.
+It computes shapes only: reading a value is an error, as is a shape that depends on values.
 """
 
 import dataclasses
@@ -64,12 +62,9 @@ class _NoHostValues(TorchFunctionMode):
 
 @contextmanager
 def no_host_tensors() -> Iterator[None]:
-    """Refuse tensors on the host beside those on the device, also as indices, and their copies.
-
-    The meta device allows what CUDA waits for: to copy an index, or the values of
-    ``torch.tensor``, and every copy between the two that is not asked to be non-blocking. Tensors
-    without dimensions are allowed, which CUDA gets with the call.
-    """
+    """Refuse what the meta device allows and CUDA waits for: indices and values of ``torch.tensor``
+    on the host, and copies that are not asked to be non-blocking. Tensors without dimensions are
+    allowed, which CUDA gets with the call."""
     with _NoHostValues(), _NoHostTensors():
         yield
 
@@ -136,10 +131,8 @@ def _count_kernels(inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
 
 
 def use_gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the engine take the way of a GPU, with stand-ins for kernels that are not PyTorch's own.
-
-    How many kernels PyTorch's compiler generates is known without a GPU (``perf/README.md``).
-    """
+    """Let the engine take the way of a GPU, with stand-ins for kernels that are not PyTorch's own:
+    as many as its compiler would generate (``perf/README.md``)."""
     norm = forwards.rms_norm
 
     def has_standins(tensor: Tensor) -> bool:

@@ -1,25 +1,18 @@
 """Mutation testing: change the library in one place at a time, and run the tests of that place.
 
     python tests/helpers/mutants.py --jobs 2             # all mutants; continues an earlier run
-    python tests/helpers/mutants.py --only grpo/update   # those whose name has one of these texts
+    python tests/helpers/mutants.py --only training/rollout  # those whose name has this text
     python tests/helpers/mutants.py --retry              # again those that survived
-    python tests/helpers/mutants.py --list
+    python tests/helpers/mutants.py --names
 
-Which changes there are, and which of them run, is said in docs/testing.md; ``WRITTEN`` holds those
-written by hand. The library and its tests are imported once. Each mutant is a fork, in which the
-function's code is replaced and tests run until one fails (killed), or all pass or 20 seconds are
-spent (survived). Which lines a test reaches is recorded once for each state of the files. A mutant
-that exceeds the time limit is killed. Processes that a test starts run the library without it.
-
+docs/testing.md says which changes there are, and which of them run. The library and its tests are
+imported once. Each mutant is a fork, in which the function's code is replaced and tests run until
+one fails or the time limit is exceeded (killed), or all pass or 20 seconds are spent (survived).
+cosmic-ray would import all for each mutant; mutmut's wrappers meet the hook that checks shapes.
 Results are kept with a checksum of the function. After other changes than of functions, delete
 ``build/mutants.jsonl`` to run all.
-
-Why not cosmic-ray or mutmut: cosmic-ray starts pytest for each mutant, which spends more time on
-imports than most mutants live. mutmut replaces each function by a wrapper of all its mutated
-copies, which then meets the import hook that checks shapes. Neither runs mutants written by hand.
 """
 
-import argparse
 import ast
 import gc
 import hashlib
@@ -40,12 +33,13 @@ from typing import Any, TextIO
 
 import coverage
 import pytest
+import typer
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARES: dict[float, str] = {
     0.08: (
         "model/engine/decode_attention model/engine/kv_cache model/engine/linear "
-        "model/engine/slot_scheduler training/checkpoint/files"
+        "model/engine/slot_scheduler training/checkpoint/checksums training/checkpoint/files"
     ),
     0.1: "model/chat_template model/engine/shared model/prompts serve/chat_client",
     0.12: (
@@ -259,8 +253,8 @@ def read_source(module: str) -> bytes:
     return (ROOT / "vlm_grpo" / module).read_bytes()
 
 
-def find_mutants(only: Sequence[str] = ("",)) -> list[Mutant]:
-    """Return the mutants whose name has one of these texts, in the order of their modules."""
+def find_mutants(only: str = "") -> list[Mutant]:
+    """Return the mutants whose name has this text, in the order of their modules."""
     mutants = []
     for module, share in TARGETS.items():
         mutants += [m for m in Finder(module).found if _place(m.name) < share]
@@ -269,7 +263,7 @@ def find_mutants(only: Sequence[str] = ("",)) -> list[Mutant]:
         old, new = change.replace(" → nothing", " → ").split(" → ")
         start = read_source(module).index(old.encode())  # a ValueError: the text is to be updated
         mutants.append(Mutant(module, name, start, start + len(old.encode()), new))
-    return [mutant for mutant in mutants if any(text in mutant.name for text in only)]
+    return [mutant for mutant in mutants if only in mutant.name]
 
 
 def _place(name: str) -> float:
@@ -517,23 +511,17 @@ def run_mutants(mutants: Sequence[Mutant], jobs: int) -> None:
         sys.exit(f"pytest ended with {status}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Run the tests on mutants of the library.")
-    parser.add_argument("--jobs", type=int, default=1, help="mutants that run at once")
-    parser.add_argument("--only", nargs="+", default=[""], help="run those with one of these texts")
-    parser.add_argument("--retry", action="store_true", help="run again those that survived")
-    parser.add_argument("--list", action="store_true", help="list the mutants")
-    options = parser.parse_args()
-    mutants = find_mutants(options.only)
-    if options.list:
+def main(jobs: int = 1, only: str = "", retry: bool = False, names: bool = False) -> None:
+    mutants = find_mutants(only)
+    if names:
         print("\n".join(mutant.name for mutant in mutants))
         return
     known = read_results(mutants)
-    done = {r["name"] for r in known if not (options.retry and r["result"] == "survived")}
+    done = {r["name"] for r in known if not (retry and r["result"] == "survived")}
     left = [mutant for mutant in mutants if mutant.name not in done]
     if left:
         os.chdir(ROOT)
-        run_mutants(left, options.jobs)
+        run_mutants(left, jobs)
     results = read_results(mutants)
     survivors = [result["name"] for result in results if result["result"] == "survived"]
     killed = len(results) - len(survivors)
@@ -543,4 +531,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -12,10 +12,8 @@ from vlm_grpo.task import soundness
 
 
 def run_notebook(path: Path, folder: Path, changes: dict[str, str]) -> None:
-    """Run the code of a notebook in a folder, with changes of texts that occur once.
-
-    What it prints, and the number of pictures it shows, are written to ``shown.json``.
-    """
+    """Run the code of a notebook in a folder, with changes of texts that occur once; write what it
+    prints, and the number of pictures it shows, to ``shown.json``."""
     cells = json.loads(path.read_text("utf-8"))["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     for old, new in changes.items():

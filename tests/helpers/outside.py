@@ -58,10 +58,8 @@ def train_on_ranks(folder: Path, model: Path, resume: bool) -> None:
 
 
 class CopySampler:
-    """An outside sampler that generates with a copy of the policy, which gets its weights.
-
-    ``before`` is called in the thread before each rollout, with its number from 0.
-    """
+    """An outside sampler that generates with a copy of the policy, which gets its weights. It calls
+    ``before`` in its thread before each rollout, with the rollout's number from 0."""
 
     def __init__(self, policy: Policy, before: Callable[[int], None] = lambda number: None) -> None:
         self.policy, self.copy, self.before = policy, copy.deepcopy(policy), before

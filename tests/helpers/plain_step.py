@@ -1,8 +1,5 @@
-"""The loss of a training step from its raw groups: plain transformers, one sequence at a time.
-
-Nothing of the library's arithmetic is used. Each completion has a forward pass of its own, its own
-image included, and the formulas are written once more, for one completion at a time, in float64.
-"""
+"""The loss of a training step from its raw groups, without the library's arithmetic: transformers'
+own forward pass on each completion and its image, and formulas written once more, in float64."""
 
 from __future__ import annotations
 
@@ -80,10 +77,7 @@ class PlainModel:
         change: Callable[[Any, int], Any] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the log-probs of a completion's tokens, the distribution's entropies, and all of
-        its log-probs, (T, vocabulary).
-
-        ``change`` is applied to each image and its number.
-        """
+        its log-probs, (T, vocabulary), with a change of each image by its number."""
         inputs = dict(self._process(prompt, change))
         assert change or inputs["input_ids"][0].tolist() == list(prompt.token_ids)
         tokens, count = torch.tensor([completion.token_ids]), len(completion.token_ids)

@@ -1,8 +1,7 @@
 """The cases that the processes of a launch run in ``tests/dist/test_ranks.py``.
 
-A launch is named ``STRATEGY-RANKS``, such as ``fsdp-2``. A third part names a launch that makes a
-single run: ``-uninterrupted``, ``-resumed`` (begun by the launch in ``BEGUN_BY``) or ``-oom``. Its
-first rank writes the results of its cases to ``FOLDER/LAUNCH.pt``.
+A launch is named ``STRATEGY-RANKS``, such as ``fsdp-2``, or if it makes a single run, with a third
+part (``list_cases``). Its first rank writes the results of its cases to ``FOLDER/LAUNCH.pt``.
 """
 
 import json
@@ -28,6 +27,7 @@ from small_environments import Peek
 from small_environments import __file__ as ENVIRONMENTS
 from small_runs import change_blocks, save_tiny_model, small_run
 from small_shapes import SHAPE
+from steps import record_updates
 from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
@@ -83,19 +83,15 @@ def send_weights(folder: Path, launch: str) -> None:
 
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 FSDP |= {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
+FSDP |= {"FSDP_RESHARD_AFTER_FORWARD": "true"}
+TWO_BY_TWO = {f"PARALLELISM_CONFIG_DP_{name}_SIZE": "2" for name in ("REPLICATE", "SHARD")}
 STRATEGIES = {
     "ddp": {},
-    "fsdp": {**FSDP, "FSDP_RESHARD_AFTER_FORWARD": "true"},
+    "fsdp": FSDP,
     "fsdp_held": {**FSDP, "FSDP_RESHARD_AFTER_FORWARD": "false"},
-    "hsdp": {
-        **FSDP,
-        "FSDP_RESHARD_AFTER_FORWARD": "true",
-        "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
-        "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
-        "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
-    },
+    "fsdp_offload": {**FSDP, "FSDP_OFFLOAD_PARAMS": "true"},
+    "hsdp": {**FSDP, **TWO_BY_TWO, "ACCELERATE_USE_PARALLELISM_CONFIG": "true"},
 }
-STRATEGIES["fsdp_offload"] = {**STRATEGIES["fsdp"], "FSDP_OFFLOAD_PARAMS": "true"}
 """The environment variables of each strategy, as ``accelerate launch`` sets them. ``fsdp_held``
 keeps the layers gathered in the update; ``…_offload`` keeps weights and optimizer state in main
 memory."""
@@ -226,11 +222,8 @@ def make_settings(folder: Path, name: str, **changes: Any) -> Settings:
 
 
 def make_run_settings(folder: Path, launch: str, **changes: Any) -> Settings:
-    """Build the settings of a run of four steps that depend on everything in a checkpoint.
-
-    These are the weights, the optimizer's state, and the first weights as the reference. Launches
-    of ``fsdp_held`` write sharded checkpoints.
-    """
+    """Build the settings of a run of four steps that depend on the weights, the optimizer's state
+    and a reference. Launches of ``fsdp_held`` write sharded checkpoints."""
     return make_settings(
         folder,
         launch,
@@ -262,10 +255,7 @@ class SelfTermination(StopRequest):
 
 
 def train_and_read(folder: Path, launch: str, **changes: Any) -> list[dict[str, float]]:
-    """Train, and return the run's metrics.
-
-    The end of a run destroys the process group, so a launch makes one run at most.
-    """
+    """Train, and return the metrics. The end destroys the process group: a launch makes one run."""
     train(settings := make_run_settings(folder, launch, **changes))
     return [json.loads(line) for line in (settings.run_dir / "metrics.jsonl").open()]
 
@@ -339,10 +329,8 @@ def run_out_of_memory(folder: Path, launch: str) -> list[str]:
 
 
 def read_by_the_first(folder: Path, launch: str) -> list[Any]:
-    """Load a model whose weights only the first rank has, and one whose weights are broken.
-
-    Return sums of each rank's weights before they are placed and after it, and all errors.
-    """
+    """Load a model whose weights the first rank alone has, and one with broken weights; return sums
+    of each rank's weights before they are placed and after it, and all errors."""
     is_first, messages = os.environ["RANK"] == "0", []
     names = "model" if is_first else "without-weights", "broken"
     settings, broken = (make_settings(folder, launch, model=str(folder / n)) for n in names)
@@ -384,21 +372,9 @@ def build_trainer(settings: Settings) -> Trainer:
 
 def run_steps(trainer: Trainer, count: int) -> list[dict[str, Any]]:
     """Run steps; return the metrics and the reduced gradients of each."""
-    strategy, steps, grads = trainer.strategy, [], {}
-    optimizer_step = strategy.step
-
-    def record_and_step() -> float:
-        for name, weight in strategy.trainable:
-            grad: Any = weight.grad
-            grads[name] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
-        return optimizer_step()
-
-    strategy.step = record_and_step  # type: ignore[method-assign]
-    for _ in range(count):
-        metrics = trainer.step()
-        steps.append({"metrics": metrics, "grads": dict(grads)})
-    strategy.step = optimizer_step  # type: ignore[method-assign]
-    return steps
+    with pytest.MonkeyPatch.context() as patch:
+        _, grads = record_updates(patch, trainer.strategy)
+        return [{"metrics": trainer.step(), "grads": grads[-1]} for _ in range(count)]
 
 
 def build_and_run(settings: Settings, count: int) -> list[dict[str, Any]]:
@@ -410,11 +386,8 @@ def build_and_run(settings: Settings, count: int) -> list[dict[str, Any]]:
 
 
 def retry_after_out_of_memory(settings: Settings) -> list[dict[str, Any]]:
-    """Run a step that the first rank alone repeats in smaller micro-batches.
-
-    It fails near the end of a backward pass, when there are other gradients. The next step finds
-    the size of micro-batches on GPUs; the first GPU has twice the memory of the others.
-    """
+    """Run a step that the first rank repeats, as it fails near the end of a backward pass, and then
+    one that finds the size of micro-batches on GPUs, of which the first has twice the memory."""
     trainer = build_trainer(settings)
     failures = [trainer.accelerator.is_main_process]
 
@@ -456,11 +429,8 @@ class CommunicationCounter(TorchDispatchMode):
 
 
 def count_communication(trainer: Trainer) -> list[dict[str, Any]]:
-    """Count the communication of one step, and the weights from which the guide derives it.
-
-    The trainer must have finished a step, because the first step also gathers the weights and
-    creates the optimizer's state.
-    """
+    """Count the communication of one step, and the weights from which the guide derives it. The
+    first step of a trainer would also gather weights and create the optimizer's state."""
     passes = []
     make_passes = trainer.strategy.passes
 
@@ -581,10 +551,8 @@ def list_cases(folder: Path, launch: str) -> Iterator[tuple[str, Callable[[], An
 
 
 def list_cases_of_weights(folder: Path, launch: str) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield the cases that differ in which weights are trained, and in their precision.
-
-    Each must run before the next one is asked for, because they go on with the same trainer.
-    """
+    """Yield the cases that differ in which weights are trained, and in their precision. A case goes
+    on with the trainer of the one before it."""
     for kind in KINDS.get(launch, WEIGHTS):
         settings = make_settings(folder, launch, policy=WEIGHTS[kind])
         trainer = build_trainer(settings)

@@ -1,8 +1,5 @@
-"""Run folders of a simulated policy that improves over the steps.
-
-Everything else is real: the tasks, their embedded examples, the scores, and the writers of metrics,
-samples and evaluations.
-"""
+"""Run folders of a simulated policy that improves over the steps. Tasks, embedded examples, scores,
+and the writers of metrics, samples and evaluations are real."""
 
 import math
 import random
@@ -38,11 +35,8 @@ def make_run(
     policy: Callable[[Task, Example, float, random.Random], str] | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write the folder of a run, named after its task and seed, and return its path.
-
-    ``skill`` is the share of right answers at the first and the last step; ``policy`` writes a
-    completion for a task, an example, a skill and a random generator.
-    """
+    """Write the folder of a run, named after its task and seed; return its path. ``skill`` is the
+    share of right answers at the first and the last step, and ``policy`` writes a completion."""
     name = f"{task_name}-{seed}"
     changes = {"name": name, "output_dir": folder, "optim.max_steps": steps, "seed": seed}
     changes |= {"optim.warmup_steps": 0, "model": "embedded", **(overrides or {})}

@@ -48,10 +48,8 @@ LORA = {"dtype": "float32", "lora": {"r": 4, "alpha": 8}}
 def save_tiny_model(
     folder: Path, family: str = "qwen2_5_vl", seed: int = 2, ends: range | None = None, **more: Any
 ) -> Path:
-    """Save a small random model; ``ends`` are tokens that end its completions.
-
-    With this seed every group of a run's first steps has a spread.
-    """
+    """Save a small random model, with a seed with which every group of a run's first steps has a
+    spread; ``ends`` are tokens that end its completions."""
     model, processor = tiny_model(family, seed=seed, **more)
     if ends is not None:
         model.generation_config.eos_token_id = list(ends)
@@ -92,10 +90,8 @@ def make_trainer(settings: Settings) -> Trainer:
 
 
 class StopAt(StopRequest):
-    """A request to stop at the run's n-th check, which it makes before steps and evaluations.
-
-    With ``polls``, the request comes that many tokens later, while the next step is sampled.
-    """
+    """A request to stop at the run's n-th check, made before steps and evaluations, or, with
+    ``polls``, that many tokens later, while the next step is sampled."""
 
     def __init__(self, count: int, polls: int = 0) -> None:
         super().__init__()

@@ -1,7 +1,5 @@
-"""Tasks for workers, in a module that imports no more than a task does.
-
-A test's own module may import libraries whose loading takes longer than the limit of a reward.
-"""
+"""Tasks for workers. The module imports no more than a task does, since loading the libraries of a
+test's own module may take longer than the limit of a reward."""
 
 from vlm_grpo.task import Task, metric, reward
 from vlm_grpo.types import Example

@@ -1,9 +1,14 @@
-"""The rollout and batch of a trainer's step, and the prompt that completions were sampled from."""
+"""What a trainer's step makes: its rollout and batch, and gradients; the prompt of completions."""
+
+from typing import Any
 
 import pytest
 import torch
 from recorded import record_calls
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.model.engine.packing import GroupSlice, MicroBatch
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.training.step_batch import Rollout, StepBatch
@@ -18,6 +23,26 @@ def capture_step(trainer: Trainer) -> tuple[dict[str, float], Rollout, StepBatch
         metrics = trainer.step()
     scored, updated = (own[0].arguments[0] for own in calls)
     return metrics, scored, updated
+
+
+def record_updates(
+    patch: pytest.MonkeyPatch, strategy: Strategy
+) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
+    """Return lists that receive the weights and the reduced gradients before each update."""
+    weights, gradients = list[dict[str, Tensor]](), list[dict[str, Tensor]]()
+    step = strategy.step
+
+    def copy(tensor: Any) -> Tensor:
+        return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+    def record_and_step() -> float:
+        trained = strategy.trainable
+        weights.append({name: copy(weight) for name, weight in trained})
+        gradients.append({name: copy(w.grad) for name, w in trained if w.grad is not None})
+        return step()
+
+    patch.setattr(strategy, "step", record_and_step)
+    return weights, gradients
 
 
 def assert_sampled_behind(policy: Policy, group: Group, other: Prompt) -> None:

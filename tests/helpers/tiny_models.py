@@ -36,10 +36,8 @@ NORMALIZATION: dict[str, Any] = {"image_mean": OPENAI_CLIP_MEAN, "image_std": OP
 
 
 def tiny_tokenizer(*special: str, **named: str) -> Any:
-    """Build a tokenizer with one token per byte, Qwen's special tokens and additional ones.
-
-    Those in ``named`` are attributes of the tokenizer, as some processors expect.
-    """
+    """Build a tokenizer with one token per byte, Qwen's special tokens and additional ones; those
+    in ``named`` are attributes of it, as some processors expect."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     return hf.Qwen2Tokenizer(
         vocab={c: i for i, c in enumerate(alphabet)},

@@ -82,10 +82,7 @@ class TransferServer:
 
 
 class FakeNccl:
-    """NCCL's functions between this process and servers, over queues.
-
-    As there, joining a group waits for all that join it.
-    """
+    """NCCL's functions between this process and servers, over queues; joining a group waits."""
 
     def __init__(self) -> None:
         self.barrier = Barrier(2, timeout=10)

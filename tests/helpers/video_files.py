@@ -20,11 +20,9 @@ def make_video(
     codec: str = "mpeg4",
     gop: tuple[int, int] | None = None,
 ) -> bytes:
-    """Encode a video whose frame number n has a gray level of 10 · (n modulo 25).
-
-    Its frames are shown one after the other, or from ``places[n] / fps`` seconds. ``gop`` are the
-    largest numbers of frames from one key frame to the next, and of B-frames in a row.
-    """
+    """Encode a video whose frame n has a gray level of 10 · (n modulo 25), one after the other or
+    from ``places[n] / fps`` seconds. ``gop``: the largest numbers of frames from one key frame to
+    the next, and of B-frames in a row."""
     file = io.BytesIO()
     with av.open(file, "w", format=container) as output:
         stream: Any = output.add_stream(codec, rate=fps)

@@ -1,9 +1,5 @@
-"""Work of fixed small steps, which does not depend on the machine; run to record it again.
-
-    python tests/helpers/work_counts.py
-
-writes ``tests/recorded/work.json``, with which ``tests/test_work.py`` compares the work of today.
-"""
+"""Work of fixed small steps, which does not depend on the machine. Run as a program, it writes
+``tests/recorded/work.json``, with which ``tests/test_work.py`` compares the work of today."""
 
 import json
 import tempfile

@@ -26,8 +26,9 @@ from vlm_grpo.model.engine.sampling import SamplingDistribution
 from vlm_grpo.model.loading import build_quantization, find_quantized
 from vlm_grpo.model.policy import Policy, load_policy
 from vlm_grpo.model.sharing_check import HALF_BOUND
+from vlm_grpo.planning.layer_memory import measure_layers
 from vlm_grpo.planning.memory import estimate_memory
-from vlm_grpo.planning.model_shape import measure_layers, read_model_shape
+from vlm_grpo.planning.model_shape import read_model_shape
 from vlm_grpo.planning.sizes import Workload
 
 # With M-RoPE, with images that see each other and sliding windows, with recurrent layers, and with

@@ -9,7 +9,8 @@ from commands import fails, run
 from vlm_grpo.model.hub import load_known_models
 from vlm_grpo.planning import known
 from vlm_grpo.planning.devices import GIB, find_device
-from vlm_grpo.planning.model_shape import measure_layers, read_model_shape
+from vlm_grpo.planning.layer_memory import measure_layers
+from vlm_grpo.planning.model_shape import read_model_shape
 from vlm_grpo.planning.plan import build_plan
 from vlm_grpo.planning.planner import Planner
 

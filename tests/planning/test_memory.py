@@ -8,7 +8,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from family_models import BUILDERS
-from family_policies import POLICIES, build_batch, build_policy, build_prompt
+from family_policies import POLICIES, build_batch, build_policy, build_prompt, move_to_meta
 from small_shapes import SHAPE, WORK
 from tiny_models import FAMILIES
 from torch import Tensor
@@ -22,12 +22,12 @@ from vlm_grpo.dist.optimizer import build_optimizer
 from vlm_grpo.model.engine import forwards, kernels
 from vlm_grpo.model.engine.activations import enable_gradient_checkpointing
 from vlm_grpo.model.engine.packing import LOGIT_BYTES, ROUNDED_AT_ONCE
-from vlm_grpo.model.families.family import ImageFeatures
 from vlm_grpo.model.loading import load_model
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.planning import memory as counts
+from vlm_grpo.planning.layer_memory import measure_layers
 from vlm_grpo.planning.memory import _count_encoding_bytes, _count_prefill_bytes, estimate_memory
-from vlm_grpo.planning.model_shape import measure_layers, read_model_shape
+from vlm_grpo.planning.model_shape import read_model_shape
 from vlm_grpo.planning.sizes import ModelShape, Workload
 from vlm_grpo.types import Prompt
 
@@ -123,14 +123,7 @@ def test_a_decoder_layer_on_a_gpu_saves_what_a_plan_measures(monkeypatch):
     saved = {}
     for layers in (2, 3):
         policy, _ = build_policy("qwen2_5_vl", POLICIES["lora-bfloat16"], text=layers)
-        prompt = build_prompt(policy)
-        engine: Any = policy.engine
-        (prefix,) = engine.build_prefixes([prompt], policy.counters)
-        policy.model.to("meta")  # has the shapes of a GPU's kernels, but no values
-        features = tuple(ImageFeatures(f.embeds.to("meta")) for f in prefix.features)
-        prefix = replace(prefix, features=features)
-        monkeypatch.setattr(engine, "encoder", lambda *_: {})
-        monkeypatch.setattr(engine, "_build_prefix", lambda *_, p=prefix: p)
+        move_to_meta(monkeypatch, policy, prompt := build_prompt(policy))
         saved[layers] = measure_saved_bytes(policy, build_batch(prompt))
     monkeypatch.undo()
     shape = measure("qwen2_5_vl", "lora-bfloat16", on_cpu=False)

@@ -7,7 +7,7 @@ import pytest
 from small_tasks import Distance
 
 from vlm_grpo import TrainResult, load_task
-from vlm_grpo.data.mixture import Mixed
+from vlm_grpo.data.mixed_task import Mixed
 from vlm_grpo.eval.scored import summarize
 from vlm_grpo.report.charts import build_charts, build_comparison_charts
 from vlm_grpo.report.comparison import build_pairs

@@ -35,6 +35,7 @@ def test_a_resumed_run_has_the_rates_of_its_settings():
     new = {**old, "lr": 4e-3, "weight_decay": 0.3, "betas": (0.8, 0.9), "eps": 1e-6}
     weights = make_parts()[2:]
     optimizer = build_optimizer(weights, OptimSettings(**old))
+    assert optimizer.defaults["fused"]  # one kernel for all weights
     scheduler = build_scheduler(optimizer, make_settings(old))
     optimizer.step()
     scheduler.step()

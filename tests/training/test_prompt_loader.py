@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_models import noise_example, tiny_policy
 
-from vlm_grpo.data.order import ExampleStream
+from vlm_grpo.data.prompt_order import ExampleStream
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.task import PlainQuestion

@@ -1,7 +1,5 @@
-"""Loss, gradient and token accuracy of a supervised step equal those of TRL's SFTTrainer.
-
-TRL gets the rows: texts and images. It tokenizes, prepares the images, pads and labels them itself.
-"""
+"""Loss, gradient and token accuracy of a supervised step equal those of TRL's SFTTrainer; it gets
+texts and images, and tokenizes, prepares, pads and labels them itself."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +8,7 @@ import pytest
 from datasets import Dataset
 from gradients import relative_distance
 from small_runs import make_embedded_trainer
-from steps import capture_step
+from steps import capture_step, record_updates
 from torch import Tensor
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
@@ -25,17 +23,11 @@ Measured = tuple[float, float, dict[str, Tensor]]
 
 def step_ours(trainer: Any) -> tuple[Pairs, Measured]:
     """Make one step; return the prompts with answers, the loss, the accuracy and the gradient."""
-    gradients: dict[str, Tensor] = {}
-    step = trainer.strategy.step
-
-    def record_gradients() -> float:
-        gradients.update({n: w.grad.clone() for n, w in trainer.strategy.trainable})
-        return step()
-
-    trainer.strategy.step = record_gradients
-    metrics, rollout, _ = capture_step(trainer)
+    with pytest.MonkeyPatch.context() as patch:
+        _, gradients = record_updates(patch, trainer.strategy)
+        metrics, rollout, _ = capture_step(trainer)
     pairs = [(group.prompt, c.text) for group in rollout.groups for c in group.completions]
-    return pairs, (metrics["loss"], metrics["mean_token_accuracy"], gradients)
+    return pairs, (metrics["loss"], metrics["mean_token_accuracy"], gradients[0])
 
 
 def step_trls(pairs: Pairs, model: Any, processor: Any, folder: Path) -> Measured:

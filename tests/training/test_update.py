@@ -14,27 +14,27 @@ from unittest.mock import Mock
 import pytest
 import torch
 from gpu_standins import GpuMemory
-from groups import make_advantages
-from meta_device import build_policy, no_host_tensors, use_gpu_kernels
+from groups import make_advantages, make_group
+from meta_device import SIZES, build_policy, no_host_tensors, use_gpu_kernels
 from recorded import record_calls
 from small_runs import LORA, make_trainer
-from tiny_models import add_lora, make_prompt, noise_example, tiny_policy
+from tiny_models import add_lora, image_prompts, tiny_policy
 from work_counts import count_work
 
 from vlm_grpo.config.methods import WarmStartSettings
 from vlm_grpo.config.objective import ObjectiveSettings
+from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine import activations
 from vlm_grpo.model.engine.forwards import has_forward
 from vlm_grpo.model.engine.logprobs import TokenScores
-from vlm_grpo.model.engine.packing import GroupSlice, MicroBatch
+from vlm_grpo.model.engine.packing import MicroBatch
 from vlm_grpo.training import methods as methods_module
 from vlm_grpo.training import update as update_module
 from vlm_grpo.training.methods import build_methods
-from vlm_grpo.training.objective.losses import completion_weights
-from vlm_grpo.training.objective.token_batch import MetricAccumulator, StepTotals
+from vlm_grpo.training.objective.token_batch import MetricAccumulator
 from vlm_grpo.training.out_of_memory import TokenBudget
-from vlm_grpo.training.step_batch import StepBatch, TokenLayout
+from vlm_grpo.training.step_batch import Rollout, StepBatch, TokenLayout
 from vlm_grpo.training.trainer import Trainer
 from vlm_grpo.training.update import Updater, build_updater, pack_step
 
@@ -263,7 +263,6 @@ def test_the_effective_sample_size_is_the_share_of_equal_weights():
     assert f"{name}/mean_square" not in metrics
 
 
-LENGTHS = (3, 2, 1)
 KL: dict[str, Any] = {"beta": 0.1, "reference_refresh_every": 5}
 CORRECTED: dict[str, Any] = {"loss_type": "dapo", "sampler_correction": "token"}
 OBJECTIVES: dict[str, dict[str, Any]] = {
@@ -288,28 +287,22 @@ get_policy = functools.cache(functools.partial(build_policy, "qwen2_5_vl"))
 
 def make_step(policy: Any, objective: ObjectiveSettings, num_iterations: int) -> StepBatch:
     """Build three groups with every optional input. The third comes from the replay buffer."""
-    sizes = [[(56, 56), (84, 28)], [(28, 56)], []]
-    prompts = [make_prompt(policy, noise_example(str(len(s)), s)) for s in sizes]
-    tokens = tuple((1,) * length for length in LENGTHS)
-    slices = [GroupSlice(p, tokens, tuple(range(3 * i, 3 * i + 3))) for i, p in enumerate(prompts)]
-    lengths = torch.tensor(LENGTHS * 3)
-    active = torch.ones(9, dtype=torch.bool)
-    totals = StepTotals(9, 18, 3)
-    methods = build_methods({"objective": objective})
-    weights = completion_weights(lengths, active, totals, objective, methods)
-    on_device, on_host = torch.zeros(18, device=policy.device), torch.zeros(18)
-    values = {"sampler_logprobs": on_host}
+    group, scores = make_group({}, {}, {}, lengths=(3, 2, 1)), dict[str, torch.Tensor]()
+    noisy = replace(group.completions[0], variant=("noise", 1))
+    group = replace(group, completions=(noisy, *group.completions[1:]))
+    *groups, again = (replace(group, prompt=prompt) for prompt in image_prompts(policy, SIZES))
+    on_device, on_host = torch.zeros(18, device=policy.device), torch.ones(18)
     if objective.needs_reference:
-        values["reference_logprobs"] = on_device
+        scores["reference_logprobs"] = on_device
     if objective.distillation is not None:
-        values["teacher_logprobs"] = on_device
+        scores["teacher_logprobs"] = on_device
     if objective.perception is not None:
-        values |= {"perception": on_device, "token_factors": on_host}
-    if objective.loss_type == "dapo":
-        values["token_advantages"] = on_host
-    rest = num_iterations, 12, torch.arange(9) == 0  # recalled tokens, and what is behind noise
-    layout = TokenLayout.of(LENGTHS * 3)
-    return StepBatch((tuple(slices),), layout, torch.ones(9), active, weights, values, *rest)
+        scores |= {"perception": on_device, "token_factors": on_host}
+    tokens = on_host if objective.loss_type == "dapo" else None
+    settings = load_settings("counting").model_copy(update={"objective": objective})
+    methods, rollout = build_methods(settings), Rollout((*groups,), recalled=(again,))
+    batch = pack_step(rollout, scores, make_advantages(torch.ones(9), tokens), methods, settings)
+    return replace(batch, num_iterations=num_iterations)
 
 
 def make_updater(policy: Any, objective: ObjectiveSettings) -> Updater:

@@ -16,7 +16,7 @@ from scipy.cluster.hierarchy import DisjointSet
 from vlm_grpo.benchmarks.definition import load_benchmark
 from vlm_grpo.config.data import PYTHON, SourceSettings
 from vlm_grpo.config.run import MIXED, Settings
-from vlm_grpo.data.mixture import Mixed, load_members
+from vlm_grpo.data.mixed_task import Mixed, load_members
 from vlm_grpo.errors import UserError
 from vlm_grpo.task import Task
 from vlm_grpo.task.registry import SET_BY_LIBRARY, get_options, get_task_name, load_task

@@ -22,7 +22,7 @@ from vlm_grpo.data.held_out import (
     warn_about_shared_images,
 )
 from vlm_grpo.data.images import MediaReader
-from vlm_grpo.data.mixture import Mixed, load_run_task
+from vlm_grpo.data.mixed_task import Mixed, load_run_task
 from vlm_grpo.data.objects import NO_OBJECTS, Objects, Rows, check_rows
 from vlm_grpo.data.rows import Row, to_example
 from vlm_grpo.errors import UserError, list_bad_rows

@@ -8,7 +8,7 @@ from vlm_grpo.config.data import DataSettings
 from vlm_grpo.config.run import Settings, check_settings
 from vlm_grpo.data.held_out import get_held_out_task
 from vlm_grpo.data.loading import build_scorer, load_data, load_examples, load_split
-from vlm_grpo.data.mixture import load_run_task
+from vlm_grpo.data.mixed_task import load_run_task
 from vlm_grpo.data.objects import Objects, Rows, TaskObject
 from vlm_grpo.dist.collectives import fail_together, gather_object
 from vlm_grpo.dist.launch import initialize_distributed

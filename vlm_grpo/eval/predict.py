@@ -13,7 +13,7 @@ from vlm_grpo.config.recipes import Overrides
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data.images import VIDEO_SUFFIXES, Clip, MediaReader
 from vlm_grpo.data.messages import read_question
-from vlm_grpo.data.mixture import Mixed, load_run_task
+from vlm_grpo.data.mixed_task import Mixed, load_run_task
 from vlm_grpo.errors import UserError
 from vlm_grpo.eval.models import EvaluatedModel, load_evaluated_model
 from vlm_grpo.model.episodes import begin_episodes

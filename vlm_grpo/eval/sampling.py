@@ -11,7 +11,7 @@ from typing import Any
 from vlm_grpo.config.data import is_mixture
 from vlm_grpo.config.run import EvaluationSettings, Settings
 from vlm_grpo.data.loading import build_scorer, load_data
-from vlm_grpo.data.mixture import load_run_task
+from vlm_grpo.data.mixed_task import load_run_task
 from vlm_grpo.dist.launch import initialize_distributed
 from vlm_grpo.errors import UserError
 from vlm_grpo.eval.evaluate import score_all

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from vlm_grpo.config.recipes import Overrides, build_settings, load_settings, recipe_names
 from vlm_grpo.config.run import Settings, find_folder, list_runs
 from vlm_grpo.data.held_out import get_held_out_task
-from vlm_grpo.data.mixture import load_run_task
+from vlm_grpo.data.mixed_task import load_run_task
 from vlm_grpo.errors import UserError, nearest
 from vlm_grpo.model.loading import get_model_source
 from vlm_grpo.task.registry import IN_SESSION

@@ -12,7 +12,7 @@ from vlm_grpo.config.rollout import DEFAULT_ROLLOUT_TOKENS
 from vlm_grpo.config.run import Settings, check_settings
 from vlm_grpo.data.filter import filter_examples
 from vlm_grpo.data.loading import load_split
-from vlm_grpo.data.mixture import load_run_task
+from vlm_grpo.data.mixed_task import load_run_task
 from vlm_grpo.data.objects import NO_OBJECTS, Objects
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.chat_template import ChatTemplate
@@ -22,6 +22,7 @@ from vlm_grpo.model.hub import load_known_models
 from vlm_grpo.model.loading import get_pixel_budget, load_config, load_processor
 from vlm_grpo.model.prompts import PromptBuilder
 from vlm_grpo.planning.devices import CARDS, Device, detect_device, find_device
+from vlm_grpo.planning.layer_memory import measure_layers
 from vlm_grpo.planning.memory import (
     ENOUGH_TOKENS,
     UPDATE_TOKENS,
@@ -33,7 +34,7 @@ from vlm_grpo.planning.memory import (
     fit_update_tokens,
     shard_memory,
 )
-from vlm_grpo.planning.model_shape import measure_layers, read_model_shape
+from vlm_grpo.planning.model_shape import read_model_shape
 from vlm_grpo.planning.prompts import PromptCounter
 from vlm_grpo.planning.sizes import ModelShape, PromptSize, Workload, estimate_workload
 from vlm_grpo.planning.step_time import PhaseCosts, estimate_seconds

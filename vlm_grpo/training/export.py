@@ -17,7 +17,7 @@ from jinja2 import Environment, StrictUndefined
 from transformers.utils.logging import disable_progress_bar
 
 from vlm_grpo.config.run import Settings
-from vlm_grpo.data.mixture import load_run_task
+from vlm_grpo.data.mixed_task import load_run_task
 from vlm_grpo.dist.launch import initialize_distributed
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine.linear import is_quantized, restore

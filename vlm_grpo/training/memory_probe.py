@@ -14,8 +14,9 @@ from vlm_grpo.dist.collectives import gather_object
 from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.model.engine.kv_cache import count_free_bytes
 from vlm_grpo.model.engine.packing import MicroBatch
+from vlm_grpo.planning.layer_memory import measure_layers
 from vlm_grpo.planning.memory import estimate_memory, fit_update_tokens
-from vlm_grpo.planning.model_shape import measure_layers, read_model_shape
+from vlm_grpo.planning.model_shape import read_model_shape
 from vlm_grpo.planning.sizes import PromptSize, estimate_workload
 from vlm_grpo.training.out_of_memory import TokenBudget
 from vlm_grpo.training.step_batch import StepBatch

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from vlm_grpo.data.order import ExampleStream
+from vlm_grpo.data.prompt_order import ExampleStream
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.episodes import begin_episodes
 from vlm_grpo.model.policy import Policy

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data.loading import build_scorer
-from vlm_grpo.data.order import ExampleStream, StreamCursor
+from vlm_grpo.data.prompt_order import ExampleStream, StreamCursor
 from vlm_grpo.dist.balance import balance_by_cost, balance_groups
 from vlm_grpo.dist.collectives import any_rank, fail_together, gather_object
 from vlm_grpo.dist.strategy import Strategy

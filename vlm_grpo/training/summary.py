@@ -9,7 +9,7 @@ from pathlib import Path
 from vlm_grpo.config.combinations import list_notes
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.run import Settings
-from vlm_grpo.data.order import compute_shares
+from vlm_grpo.data.prompt_order import compute_shares
 from vlm_grpo.eval.scored import Scored
 from vlm_grpo.eval.statistics import format_value
 from vlm_grpo.model.policy import Policy

@@ -13,7 +13,7 @@ from vlm_grpo.config.data import PYTHON
 from vlm_grpo.config.run import Settings, check_settings
 from vlm_grpo.data.loading import load_run
 from vlm_grpo.data.objects import Objects, Rows, TaskObject
-from vlm_grpo.data.order import build_stream
+from vlm_grpo.data.prompt_order import build_stream
 from vlm_grpo.dist.collectives import any_rank, explain_lost_rank, fail_together
 from vlm_grpo.dist.launch import build_accelerator
 from vlm_grpo.errors import Stopped, UserError

@@ -15,7 +15,7 @@ from vlm_grpo.dist import collectives
 from vlm_grpo.dist.weights import get_local_names
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.resolve import list_checkpoints
-from vlm_grpo.training.checkpoint import files
+from vlm_grpo.training.checkpoint import checksums, files
 from vlm_grpo.training.checkpoint.resume import find_newest_checkpoint
 from vlm_grpo.utils.folder_lock import lock_folder
 
@@ -56,7 +56,7 @@ def test_tensors_and_metadata_are_read_bit_for_bit(tmp_path):
     assert torch.equal(found["a"], TENSORS["a"])
     assert bool(found["b"].isnan())
     assert files.read_tensors(path, "reference") == {}
-    files.verify_checkpoint(path)
+    checksums.verify_checkpoint(path)
     modes = {file.stat().st_mode for file in path.rglob("*") if file.is_file()}
     assert len(modes) == 1  # whoever reads one reads all
 
@@ -77,8 +77,8 @@ DAMAGE = {
 def test_a_corrupt_file_is_named(tmp_path, file, what):
     path = write(tmp_path, 1)
     DAMAGE[what](path / file)
-    with pytest.raises(files.CorruptCheckpoint, match=what) as caught:
-        files.verify_checkpoint(path)
+    with pytest.raises(checksums.CorruptCheckpoint, match=what) as caught:
+        checksums.verify_checkpoint(path)
     assert str(path / file) in str(caught.value)
 
 
@@ -91,8 +91,8 @@ def test_a_manifest_without_files_is_corrupt_and_another_format_an_error(tmp_pat
     if text is not None:
         (path / "manifest.json").write_text(text)
     message = r"manifest\.json is missing or cannot be read"
-    with pytest.raises(files.CorruptCheckpoint, match=message):
-        files.verify_checkpoint(path)
+    with pytest.raises(checksums.CorruptCheckpoint, match=message):
+        checksums.verify_checkpoint(path)
     (path / "state.json").write_text(json.dumps({"format": 99}))
     with pytest.raises(UserError, match="has format 99, this version reads format 1"):
         files.read_metadata(path)

@@ -9,7 +9,7 @@ import pytest
 from groups import EXAMPLES, build_mixture
 
 from vlm_grpo.config.methods import CurriculumSettings
-from vlm_grpo.data.order import ExampleStream, StreamCursor
+from vlm_grpo.data.prompt_order import ExampleStream, StreamCursor
 from vlm_grpo.training.methods import Run
 from vlm_grpo.training.methods.curriculum import Curriculum
 from vlm_grpo.types import Example

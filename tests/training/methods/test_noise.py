@@ -15,7 +15,7 @@ from steps import assert_sampled_behind
 from vlm_grpo.config.methods import MAX_NOISE_STEPS, NoiseSettings
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.run import Settings
-from vlm_grpo.data.order import ExampleStream
+from vlm_grpo.data.prompt_order import ExampleStream
 from vlm_grpo.errors import UserError
 from vlm_grpo.training.methods import Run
 from vlm_grpo.training.methods.curriculum import _observe

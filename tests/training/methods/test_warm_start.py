@@ -1,7 +1,4 @@
-"""A run that trains on gold answers first: its two phases, the switch between them, and resuming.
-
-The examples are words of the embedded data, whose letters are the gold answers.
-"""
+"""A run that trains on gold answers first: its phases, the switch between them, and resuming."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,8 +1,7 @@
 """Expected gradients of the estimators, computed by enumeration, against the true gradients.
 
-The policy generates two tokens from an alphabet of three, so there are nine completions and 9^G
-outcomes of a group of G. An expectation is a sum over them, in float64, with nothing sampled: a
-difference from the true gradient is bias, not noise.
+There are nine completions of two tokens from an alphabet of three, and 9^G outcomes of a group of
+G. An expectation is a sum over them, in float64: a difference is bias, not noise.
 """
 
 from __future__ import annotations
@@ -116,10 +115,8 @@ def test_rloo_follows_the_gradient_of_the_expected_reward(estimator, size):
 
 
 def success_factor(p: float, size: int) -> float:
-    """f(p) of the next test: E[(1/G) Σ A_i ∇log π(o_i)] = f(p) · ∇p.
-
-    K ~ Binomial(G, p); a success has a mean score of ∇p/p, a failure of −∇p/(1−p).
-    """
+    """f(p) of the next test: E[(1/G) Σ A_i ∇log π(o_i)] = f(p) · ∇p. The number of successes is
+    binomial; a success has a mean score of ∇p/p, a failure of −∇p/(1−p)."""
     factor = 0.0
     for k in range(1, size):
         probability = math.comb(size, k) * p**k * (1 - p) ** (size - k)
@@ -131,11 +128,8 @@ def success_factor(p: float, size: int) -> float:
 
 
 def test_dividing_by_the_groups_deviation_weights_prompts_by_their_difficulty():
-    """With rewards 0 and 1, grpo's expected gradient is f(p) · ∇p, p the probability of success.
-
-    f is not constant: prompts that are solved nearly always or nearly never have a larger weight
-    than in the expected reward.
-    """
+    """With rewards 0 and 1, grpo's expected gradient is f(p) · ∇p, p the probability of success. f
+    is larger for prompts that are solved nearly always or nearly never."""
     size = 8
     for p in (0.5, 0.9):
         logit = torch.logit(torch.tensor(p)).requires_grad_()
@@ -157,11 +151,8 @@ def test_dividing_by_the_groups_deviation_weights_prompts_by_their_difficulty():
 @pytest.mark.parametrize("correction", ["sequence", "sequence_mask"])
 @pytest.mark.parametrize("estimator", ["rloo", "grpo"])
 def test_the_first_update_on_stale_completions_is_unbiased_without_a_bound(correction, estimator):
-    """The policy has made a step since its completions were sampled (rollout.steps_ahead=1).
-
-    The sampler's weights are two real steps of gradient ascent behind, so that the ratios are
-    those of a run, and the ratio to the policy at the step's start is 1.
-    """
+    """As with rollout.steps_ahead. The sampler's weights are two real steps of gradient ascent
+    behind, so that the ratios are those of a run; that to the policy at the step's start is 1."""
     stale, rewards = Policy.random(), torch.randn(9)
     policy = stale.with_gradient()
     for _ in range(2):
@@ -181,10 +172,8 @@ KL = {"beta": 1.0, "reference_refresh_every": "never"}
 def token_gradient(
     settings: ObjectiveSettings, logits: Tensor, old: Tensor | None, reference: Tensor
 ) -> Tensor:
-    """Return E[gradient of β·KL in the loss] over one token from ``old`` (or from the policy).
-
-    Completions have one token, whose ratio is the completion's, and their advantages are 0.
-    """
+    """Return E[gradient of β·KL in the loss] over completions of one token from ``old`` (or from
+    the policy), with advantages of 0."""
     logprobs, weights = logits.log_softmax(-1), (logits if old is None else old).softmax(-1)
     given = {"reference_logprobs": reference} | ({} if old is None else {"old_logprobs": old})
     loss = torch.zeros(())
@@ -215,10 +204,8 @@ def test_the_corrected_kl_in_the_loss_follows_the_gradient_of_the_kl(estimator, 
 
 @pytest.mark.parametrize(("estimator", "is_reversed"), [("k2", False), ("k3", True)])
 def test_k3_alone_follows_the_kl_in_the_other_direction(estimator, is_reversed):
-    """Without the ratio, as in the GRPO paper, E[∇k3] is the gradient of KL(reference ‖ policy).
-
-    E[∇k2] = E[d·∇log π] is that of KL(policy ‖ reference).
-    """
+    """Without the ratio, as in the GRPO paper, E[∇k3] is the gradient of KL(reference ‖ policy);
+    E[∇k2] = E[d·∇log π] is that of KL(policy ‖ reference)."""
     logits, reference = torch.randn(5, requires_grad=True), torch.randn(5)
     settings = unbiased_settings(kl_estimator=estimator, use_bias_correction_kl=False, **KL)
     found = token_gradient(settings, logits, None, reference)

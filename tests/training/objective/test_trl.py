@@ -1,9 +1,6 @@
 # ruff: noqa: SLF001 (TRL's own arithmetic is in private methods)
-"""Advantages, losses, gradients and metrics against TRL's own GRPOTrainer, in float64.
-
-TRL's methods run unchanged: in place of a trainer they get an object with the attributes they read,
-so no formula of TRL is copied.
-"""
+"""Advantages, losses, gradients and metrics against TRL's own GRPOTrainer, in float64. Its methods
+run unchanged: in place of a trainer they get an object with the attributes they read."""
 
 import itertools
 from collections import defaultdict

@@ -6,7 +6,6 @@ if the checkpoint is sharded), and ``manifest.json`` with the size and SHA-256 o
 Nothing in it is pickled.
 """
 
-import hashlib
 import json
 import os
 import re
@@ -23,25 +22,20 @@ from safetensors.torch import save_file
 from vlm_grpo.dist.collectives import fail_together, gather_object
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.resolve import list_checkpoints
+from vlm_grpo.training.checkpoint.checksums import MANIFEST, Checksums, compute_checksum
 from vlm_grpo.utils.atomic_io import share_weights
 from vlm_grpo.utils.folder_lock import check_lock
 from vlm_grpo.utils.jsonl import read_object
 
 FORMAT = 1
 """Format version, to be increased with every change that other versions cannot read."""
-MANIFEST, STATE = "manifest.json", "state.json"
+STATE = "state.json"
 INDEX = "model.safetensors.index.json"
 """transformers' index of a model in several files, which maps each weight to its file."""
-Checksums = dict[str, dict[str, Any]]
-"""The ``size`` in bytes and the ``sha256`` of each file by name."""
 Contents = tuple[Mapping[str, Any], Mapping[str, Mapping[str, torch.Tensor]]]
 """What a checkpoint holds besides the weights: values that JSON can hold, and tensors by file
 (without suffix) and name; a file without tensors is not written."""
 _SHARD = re.compile(r"-\d+-of-\d+$")
-
-
-class CorruptCheckpoint(UserError):
-    """The error that a checkpoint's file differs from the one that was written."""
 
 
 def write_files(
@@ -60,7 +54,7 @@ def write_files(
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     for path in files:
         _flush(path)
-    return {str(path.relative_to(folder)): _compute_checksum(path) for path in files}
+    return {str(path.relative_to(folder)): compute_checksum(path) for path in files}
 
 
 def commit(tmp_dir: Path, target: Path, checksums: Checksums) -> None:
@@ -142,7 +136,7 @@ def merge_shards(tmp_dir: Path, shards: Mapping[str, Checksums]) -> Checksums:
     path = tmp_dir / INDEX
     path.write_text(json.dumps(index, indent=1), encoding="utf-8")
     _flush(path)
-    return {**checksums, INDEX: _compute_checksum(path)}
+    return {**checksums, INDEX: compute_checksum(path)}
 
 
 def _flush(path: Path) -> None:
@@ -153,38 +147,11 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _compute_checksum(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"size": path.stat().st_size, "sha256": digest}
-
-
 def _rename_for_deletion(checkpoint: Path) -> Path:
     """Rename a checkpoint so that it no longer counts as one if its deletion is interrupted."""
     old = checkpoint.with_name(f".{checkpoint.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     return checkpoint.rename(old)
-
-
-def verify_checkpoint(checkpoint: Path) -> None:
-    """Raise ``CorruptCheckpoint`` for the first file that differs from the manifest."""
-    manifest = checkpoint / MANIFEST
-    try:
-        listed = read_object(manifest)["files"]
-        files = {name: (file["size"], file["sha256"]) for name, file in listed.items()}
-    except (UserError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptCheckpoint(f"{manifest} is missing or cannot be read ({error})") from error
-    for name, (expected_size, digest) in files.items():
-        path = checkpoint / name
-        if not path.is_file():
-            raise CorruptCheckpoint(f"{path} is missing")
-        size = path.stat().st_size
-        if size != expected_size:
-            raise CorruptCheckpoint(
-                f"{path} has {size} bytes, and had {expected_size} when it was written"
-            )
-        if _compute_checksum(path)["sha256"] != digest:
-            raise CorruptCheckpoint(f"{path} differs from what was written")
 
 
 def read_metadata(checkpoint: Path) -> dict[str, Any]:

@@ -22,12 +22,8 @@ from vlm_grpo.dist.collectives import fail_together, gather_object
 from vlm_grpo.errors import UserError, bullets
 from vlm_grpo.model.resolve import list_checkpoints
 from vlm_grpo.task import Task
-from vlm_grpo.training.checkpoint.files import (
-    CorruptCheckpoint,
-    read_metadata,
-    read_tensors,
-    verify_checkpoint,
-)
+from vlm_grpo.training.checkpoint.checksums import CorruptCheckpoint, verify_checkpoint
+from vlm_grpo.training.checkpoint.files import read_metadata, read_tensors
 from vlm_grpo.types import TARGET_COLUMN, Example, VideoRef
 
 logger = logging.getLogger(__name__)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from vlm_grpo.config.objective import ObjectiveSettings
     from vlm_grpo.config.run import Settings
-    from vlm_grpo.data.order import ExampleStream
+    from vlm_grpo.data.prompt_order import ExampleStream
     from vlm_grpo.dist.strategy import Strategy
     from vlm_grpo.model.engine.logprobs import TokenScores
     from vlm_grpo.model.engine.packing import GroupSlice

@@ -6,7 +6,7 @@ import pytest
 from groups import EXAMPLES, build_mixture
 
 from vlm_grpo.config.run import Settings
-from vlm_grpo.data.order import ExampleStream, build_stream
+from vlm_grpo.data.prompt_order import ExampleStream, build_stream
 from vlm_grpo.types import Example
 
 
