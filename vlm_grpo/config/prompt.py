@@ -12,7 +12,7 @@ from vlm_grpo.errors import nearest
 from vlm_grpo.task import FAILURES, Task, write_prompt
 from vlm_grpo.types import Example
 from vlm_grpo.utils.chat import THINKING_SWITCHES, Turn, place_images
-from vlm_grpo.utils.sandbox import Sandbox
+from vlm_grpo.utils.template_sandbox import Sandbox
 
 VARIABLES = ("question", "instruction", "id", "source", "meta")
 """Variables of ``prompt.template``."""

@@ -14,7 +14,7 @@ from transformers.utils import chat_template_utils
 from vlm_grpo.config.prompt import PromptSettings
 from vlm_grpo.errors import UserError, nearest
 from vlm_grpo.utils.chat import IMAGE, THINKING_SWITCHES, Role, ThinkingTags, Turn
-from vlm_grpo.utils.sandbox import Sandbox
+from vlm_grpo.utils.template_sandbox import Sandbox
 
 _SET_BY_RENDERER = {
     *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")

@@ -15,7 +15,7 @@ from vlm_grpo.dist import collectives
 from vlm_grpo.dist.weights import get_local_names
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.resolve import list_checkpoints
-from vlm_grpo.training.checkpoint import checksums, files
+from vlm_grpo.training.checkpoint import checksums, files, manager
 from vlm_grpo.training.checkpoint.resume import find_newest_checkpoint
 from vlm_grpo.utils.folder_lock import lock_folder
 
@@ -139,9 +139,9 @@ def test_temporary_folders_of_a_killed_run_are_deleted_and_a_step_is_replaced(tm
 def test_pruning_keeps_the_newest_and_the_best(tmp_path):
     for steps in range(7, 12):
         write(tmp_path, steps)
-    files.prune_checkpoints(tmp_path, keep_last=0)
+    manager.prune_checkpoints(tmp_path, keep_last=0)
     assert len(list_names(tmp_path)) == 5
-    files.prune_checkpoints(tmp_path, keep_last=2, keep={7})
+    manager.prune_checkpoints(tmp_path, keep_last=2, keep={7})
     assert list_names(tmp_path) == ["step-7", "step-10", "step-11"]
 
 

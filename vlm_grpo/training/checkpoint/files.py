@@ -10,7 +10,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from safetensors.torch import save_file
 
 from vlm_grpo.dist.collectives import fail_together, gather_object
 from vlm_grpo.errors import UserError
-from vlm_grpo.model.resolve import list_checkpoints
 from vlm_grpo.training.checkpoint.checksums import MANIFEST, Checksums, compute_checksum
 from vlm_grpo.utils.atomic_io import share_weights
 from vlm_grpo.utils.folder_lock import check_lock
@@ -63,7 +62,7 @@ def commit(tmp_dir: Path, target: Path, checksums: Checksums) -> None:
     for path in [tmp_dir / MANIFEST, *(p for p in tmp_dir.rglob("*") if p.is_dir()), tmp_dir]:
         _flush(path)
     # It is there if the run was resumed from an earlier checkpoint.
-    old = _rename_for_deletion(target) if target.exists() else None
+    old = rename_for_deletion(target) if target.exists() else None
     tmp_dir.rename(target)
     if old is not None:
         shutil.rmtree(old)
@@ -147,7 +146,7 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _rename_for_deletion(checkpoint: Path) -> Path:
+def rename_for_deletion(checkpoint: Path) -> Path:
     """Rename a checkpoint so that it no longer counts as one if its deletion is interrupted."""
     old = checkpoint.with_name(f".{checkpoint.name}.old")
     shutil.rmtree(old, ignore_errors=True)
@@ -196,11 +195,3 @@ def read_tensors(checkpoint: Path, name: str) -> Mapping[str, torch.Tensor]:
     none if the checkpoint has no such tensors."""
     files = checkpoint.glob("*.safetensors")
     return _LazyTensors([path for path in files if _SHARD.sub("", path.stem) == name])
-
-
-def prune_checkpoints(folder: Path, keep_last: int, keep: Collection[int] = ()) -> None:
-    """Delete all checkpoints except ``keep`` and the newest ``keep_last`` (0 keeps all)."""
-    found = list_checkpoints(folder)
-    for step, path in found[:-keep_last] if keep_last else []:
-        if step not in keep:
-            shutil.rmtree(_rename_for_deletion(path))

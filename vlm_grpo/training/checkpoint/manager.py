@@ -2,8 +2,9 @@
 
 import math
 import random
+import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,12 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.dist.collectives import any_rank, fail_together, gather_object
 from vlm_grpo.dist.optimizer import load_optimizer_tensors, optimizer_tensors
 from vlm_grpo.dist.weights import gather_full, get_local_names
+from vlm_grpo.model.resolve import list_checkpoints
 from vlm_grpo.training.checkpoint.files import (
     Contents,
-    prune_checkpoints,
     read_metadata,
     read_tensors,
+    rename_for_deletion,
     write_checkpoint,
 )
 from vlm_grpo.training.checkpoint.resume import (
@@ -207,3 +209,11 @@ def set_rng_states(states: dict[str, Any]) -> None:
 
 def _from_hex(state: str) -> Tensor:
     return torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8)
+
+
+def prune_checkpoints(folder: Path, keep_last: int, keep: Collection[int] = ()) -> None:
+    """Delete all checkpoints except ``keep`` and the newest ``keep_last`` (0 keeps all)."""
+    found = list_checkpoints(folder)
+    for step, path in found[:-keep_last] if keep_last else []:
+        if step not in keep:
+            shutil.rmtree(rename_for_deletion(path))

@@ -4,7 +4,7 @@ import pytest
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from vlm_grpo.utils.sandbox import Sandbox
+from vlm_grpo.utils.template_sandbox import Sandbox
 
 OPTIONS = {"trim_blocks": True, "extensions": ["jinja2.ext.loopcontrols"]}
 VARIABLES = {"n": 10**10, "text": "a b", "rows": [{"a": 1, "b": None}, {"a": "x"}], "one": (1, 2)}
