@@ -137,7 +137,8 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[Any]:
     with untraced():
         import_module("torch").set_num_threads(1)
     formulas = (f"training.objective.{name}" for name in ("advantages", "custom", "losses"))
-    for module in (*formulas, "config.objective", "task", "task.scores", "tasks.graders.tables"):
+    graders = (f"tasks.graders.{name}" for name in ("average_precision", "tables"))
+    for module in (*formulas, "config.objective", "task", "task.scores", *graders):
         import_module(f"vlm_grpo.{module}")
     with contextlib.nullcontext() if MEASURED.match(find_path(collector)) else untraced():
         return (yield)

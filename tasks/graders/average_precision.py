@@ -5,7 +5,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from typing import Any
 
-from vlm_grpo.task.scores import LabeledBoxes
+from vlm_grpo.task.coordinates import Box
+
+LabeledBoxes = Sequence[tuple[Box, str]]
 
 
 def coco_average_precision(

@@ -1,5 +1,7 @@
 """Weights that are gathered from several ranks."""
 
+import weakref
+
 import torch
 
 from vlm_grpo.dist import weights
@@ -30,3 +32,19 @@ def test_a_shared_tensor_is_gathered_once_and_only_the_requested_names_are_kept_
     assert len(copied) == 1
     assert found["head"] is found["embedding"]
     assert found["head"].tolist() == [1, 1]
+
+
+def test_the_device_holds_one_full_tensor_at_a_time(monkeypatch):
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    class Sharded(torch.Tensor):
+        def full_tensor(self) -> torch.Tensor:
+            assert all(other() is None for other in made)
+            full = torch.zeros(2)
+            made.append(weakref.ref(full))
+            return full
+
+    monkeypatch.setattr(weights, "DTensor", Sharded)
+    shards = {str(number): torch.zeros(1).as_subclass(Sharded) for number in range(3)}
+    assert gather_full(shards, keep=()) == {}
+    assert len(made) == 3

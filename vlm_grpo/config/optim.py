@@ -1,4 +1,5 @@
-"""Settings of the optimizer: learning rates, steps, and the size of a step."""
+"""Settings of the optimizer: learning rates, steps, and the size of a step; how those of a recipe
+fit to a user's."""
 
 import math
 from collections.abc import Collection

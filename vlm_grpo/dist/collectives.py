@@ -25,7 +25,7 @@ def gather_object(items: list[Any]) -> list[Any]:
 
 @contextlib.contextmanager
 def explain_lost_rank() -> Iterator[None]:
-    """Raise a ``UserError`` for a collective that failed as another process died or is late."""
+    """Raise a ``UserError`` for a collective that failed because a process died or is late."""
     try:
         yield
     except RuntimeError as error:

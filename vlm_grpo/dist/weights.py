@@ -69,10 +69,11 @@ def gather_full(tensors: Mapping[str, Tensor], keep: Container[str]) -> dict[str
     copies: dict[int, Tensor] = {}
     for name, tensor in tensors.items():
         if id(tensor) not in copies:
-            copies[id(tensor)] = tensor
+            full = tensor
             if isinstance(tensor, DTensor):
                 full = tensor.full_tensor()
-                copies[id(tensor)] = full.cpu() if name in keep else torch.empty(0)
+                full = full.cpu() if name in keep else torch.empty(0)  # frees the device's
+            copies[id(tensor)] = full
     return {name: copies[id(tensor)] for name, tensor in tensors.items() if name in keep}
 
 

@@ -94,7 +94,7 @@ class _Episode:
 
     def finish(self) -> Completion:
         last, parts = self.parts[-1], self.parts
-        answer = [EpisodeTurn(part.text) for part in parts[len(self.turns) :]]  # it calls nothing
+        answer = [EpisodeTurn(part.text) for part in parts[len(self.turns) :]]  # without a result
         return Completion(
             self.tokens,
             tuple(value for part in parts for value in part.logprobs),

@@ -1,6 +1,6 @@
 """Memory of a step in bytes.
 
-The bytes that a layer saves for its backward pass are measured (``model_shape.py``); those of
+The bytes that a layer saves for its backward pass are measured (``layer_memory.py``); those of
 states and caches are computed from the numbers of weights and tokens. A peak adds short-lived
 tensors, which are estimated: the temporaries of one layer or the logits of one chunk.
 """

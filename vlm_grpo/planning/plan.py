@@ -256,7 +256,7 @@ def plan(
 
 
 def build_plan(planner: Planner) -> Plan:
-    """Estimate a step, and what changes it where it does not fit or leaves memory free."""
+    """Return the plan of the planner's recipe on its device, with changes that help."""
     step = planner.estimate_step(planner.settings)
     fits = planner.device.holds(step.memory.peak)
     changes = [] if fits else list(suggest_changes(planner, step))

@@ -42,8 +42,6 @@ from vlm_grpo.planning.step_time import PhaseCosts, estimate_seconds
 Weights = Literal["replicated", "sharded", "offloaded"]
 """How the weights are held: all on each device, sharded over the devices by FSDP2, or these shards
 in main memory."""
-
-
 _COUNTED_LATER = {
     *("gradient_checkpointing", "activation_offloading", "head_chunk_tokens"),
     *("min_pixels", "max_pixels"),

@@ -10,15 +10,9 @@ from vlm_grpo.report.gallery import display_text
 from vlm_grpo.report.run import Run
 
 IDENTITY = ("name", "output_dir", "resume")  # settings that differ between any two runs
-
-
 NOT_SWEPT = (*IDENTITY, "seed")
 """Settings that are not plotted unless asked for: seeds repeat a run."""
-
-
 MAX_AUTOMATIC = 3  # most differing settings that are plotted without being asked for
-
-
 LOGARITHMIC_RATIO = 8.0  # smallest ratio of the largest to the smallest value on a logarithmic axis
 
 

@@ -123,7 +123,8 @@ class IpcChannel:
 class NcclChannel:
     """A broadcast to each server, whose workers are on other GPUs than this process.
 
-    Each server has a group of its own, with this process as rank 0: one fails without the others.
+    Each server has a group of its own, with this process as rank 0, so that one that fails takes no
+    other with it.
     """
 
     def __init__(self, device: torch.device, nccl: Any = torch_nccl) -> None:

@@ -26,17 +26,9 @@ FAILURES = (Exception, SystemExit, CallTimeout)
 
 Outcome = tuple[Any, str | None]
 """The value of a parser or rule for one completion; None, and the traceback, if it failed."""
-
-
 _ARGUMENTS = ("answer", "example", "text", "tokens")
-
-
 _LARGEST = 1e15  # Absolute value of a reward: the sum of the squares of many must be a float32
-
-
 _OPEN_FOLDER = getattr(os, "O_PATH", os.O_RDONLY)
-
-
 _FOLDER_LOCK, _FOLDERS = threading.Lock(), list[int]()  # of each thread inside, that of the first
 
 

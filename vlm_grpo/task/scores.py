@@ -12,7 +12,6 @@ from rapidfuzz.distance import Levenshtein
 from vlm_grpo.task.coordinates import Box
 
 Boxes = Sequence[Box]
-LabeledBoxes = Sequence[tuple[Box, str]]
 
 
 def iou_matrix(predicted: Boxes, gold: Boxes) -> np.ndarray:

@@ -73,7 +73,8 @@ class PromptLoader:
                 self._pending[key] = self._threads.submit(self._load, *key)
 
     def _load(self, index: int, variant: Variant | None) -> tuple[Prompt, bool]:
-        """Load the prompt at an index, or a readable one after it; return whether it is one."""
+        """Load the prompt at an index, or the first readable one after it; return whether it is a
+        later one."""
         position = index
         while True:
             try:

@@ -370,8 +370,8 @@ def score_slices(
 
 
 def build_slices(groups: Sequence[Group], keep: Sequence[bool]) -> tuple[GroupSlice, ...]:
-    """Build slices of the completions whose flag in ``keep``, (n,) over all groups, is True, of
-    groups with any. Completions of a trunk are neighbors, so that few are cut apart.
+    """Build slices of the completions whose flag in ``keep``, (n,) over all groups in order, is
+    True; groups without any are left out. Completions of a trunk are neighbors: few are cut apart.
     """
     slices, start = [], 0
     for group in groups:

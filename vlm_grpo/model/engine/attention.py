@@ -40,7 +40,7 @@ from vlm_grpo.model.families.family import ALL_LAYERS, RECURRENT_TYPES, Family, 
 
 ATTENTION_NAME = "shared_prefix"  # name of this attention in transformers' registry
 SEGMENTS_NAME = "flash_segments"
-"""That of the vision tower: transformers passes segments undivided only to names with "flash"."""
+"""The vision tower's attention: transformers passes segments whole only if "flash" is in it."""
 RecurrentLayer = Callable[[Tensor, "LayerState"], Tensor]
 """Maps rows (rows, T, width) and their state, which it updates, to the layer's output."""
 

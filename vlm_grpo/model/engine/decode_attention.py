@@ -167,7 +167,7 @@ class DecodeAttention:
     def __init__(
         self,
         cache: KVCache,
-        seats: Sequence[Tensor],  # as of ``build_index``, for each pair of numbers of heads
+        seats: Sequence[Tensor],  # of ``SlotScheduler.build_index``, by numbers of heads
         fed: Int[Tensor, " R"],  # number of tokens of each completion fed before this one
         prompt_lengths: Int[Tensor, " P"],  # number of tokens of the prompt in each slot
         visible: tuple[CachedKeys, CachedKeys],  # of prompts and, with this token's, of completions

@@ -31,7 +31,7 @@ GraphCapture = Callable[[DecodeStep, tuple[Tensor, ...]], DecodeStep]
 """Captures a step, given the inputs of its first call. Each call of what it returns replays the
 step and overwrites the previous result."""
 KEPT_SHARE = 0.1
-"""Largest share of a device's memory of a cache that is kept, with its steps, between rollouts."""
+"""Largest share of a device's memory that a cache may take to be kept between rollouts."""
 KEPT_STEPS = 32
 """Largest number of captured steps that are kept, of about 30 MB each (by calculation)."""
 

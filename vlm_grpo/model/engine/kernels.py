@@ -151,7 +151,8 @@ class VarlenPlan:
                 if length:
                     lengths.append((length, len(seen)))
                     keys.append(seen)
-        # Index in the row of each sequence's first query, then T; in ``keys`` of its first key, K.
+        # The index in the row of each sequence's first query, and T; the index in ``keys`` of its
+        # first key, and K.
         starts = np.cumsum(lengths, axis=0, dtype=np.int32).T.copy()
         self.starts = [copy_to(device, row) for row in starts]
         self.keys = copy_to(device, np.concatenate(keys))  # the index in the row of each

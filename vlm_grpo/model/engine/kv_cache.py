@@ -36,7 +36,8 @@ class CacheSize(NamedTuple):
     completion_length: int
 
     def holds(self, other: CacheSize, max_tokens: int) -> bool:
-        """Return whether it serves for the other size: a larger one has at most ``max_tokens``."""
+        """Return whether a cache of this size serves for the other: a larger one has at most
+        ``max_tokens``."""
         tokens = self.slots * self.prompt_length + self.places * self.completion_length
         is_enough = all(a >= b for a, b in zip(self, other, strict=True))
         return self == other or (is_enough and tokens <= max_tokens)

@@ -45,14 +45,16 @@ class ScoringSettings:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Scores of the M completion tokens of a batch, in the batch's order, in nats; None: scores
-    that were not requested."""
+    """Scores of the M completion tokens of a batch, in the batch's order; log-probabilities and
+    entropies in nats. None: not requested."""
 
     logprobs: Float[Tensor, " M"]  # of each token under the sampling distribution
     entropies: Float[Tensor, " M"] | None = None  # of that distribution at each token
-    others: Float[Tensor, "M k"] | None = None  # log-probabilities of k further tokens at its place
+    others: Float[Tensor, "M k"] | None = None  # log-probabilities of k further tokens there
     is_top: Bool[Tensor, " M"] | None = None  # whether each token is the likeliest at its place
-    likeliest: Int[Tensor, "M k"] | None = None  # the others, if they are the likeliest tokens
+    likeliest: Int[Tensor, "M k"] | None = (
+        None  # the tokens of ``others``, if these are the likeliest
+    )
 
     @property
     def columns(self) -> tuple[Tensor | None, ...]:

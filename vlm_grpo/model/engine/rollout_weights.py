@@ -162,7 +162,8 @@ class JoinedProduct:
     def __init__(
         self,
         layers: Sequence[Any],
-        weight: Tensor | None = None,  # rows of their weights; None: a copy, or those of one layer
+        # rows of their weights; None: a copy, or for each product those of one layer
+        weight: Tensor | None = None,
         is_reordered: bool = False,  # oneDNN multiplies the copy
         merges: bool = False,  # float32 weights include their adapters
         moves: bool = False,  # the layers' weights become parts of one tensor, for good

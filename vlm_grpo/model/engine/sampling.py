@@ -145,10 +145,12 @@ class SamplerState:
         self.logprobs = torch.zeros(shape, device=device)  # as sampled: after truncation
         self.entropies = torch.zeros(shape, device=device)  # before truncation; 0: not requested
         self.lengths = torch.zeros(shape[0], dtype=torch.int64, device=device)  # tokens sampled
-        self.active = torch.ones(shape[0], dtype=torch.bool, device=device)  # until it is finished
+        self.active = torch.ones(shape[0], dtype=torch.bool, device=device)  # False: finished
         self.active[-1:].fill_(False)
         before = np.array(begun or (0,) * self.count)
-        self.begun = copy_to(device, np.append(before, 0))  # number of tokens before those
+        self.begun = copy_to(
+            device, np.append(before, 0)
+        )  # tokens of each completion before the sampled
         # The numbers are as many as are left for the completion that has the fewest tokens.
         self._limits = copy_to(device, np.append(shape[1] + before.min() - before, 0))
         self.stopped: set[int] = set()  # completions that were ended by a stop string

@@ -83,7 +83,8 @@ class PackedRow:
     """A row of T tokens, ``[prompt | c1 | … | cG]`` for each slice, that predicts M targets."""
 
     token_ids: Int[np.ndarray, " T"]
-    """Prompts, and completions with what they observed but the last token, which is not fed."""
+    """Prompts, and each completion, with what it observed, without its last token, which is never
+    fed."""
     position_ids: Int[np.ndarray, "axes T"]
     """Rotary positions; each completion starts at its prompt's last + 1."""
     spans: tuple[GroupSpan, ...]

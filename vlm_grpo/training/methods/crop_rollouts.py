@@ -22,7 +22,7 @@ NEED_WHOLE_IMAGES = (
     *("objective.beta", "objective.replay", "objective.distillation", "objective.perception"),
     *("counterfactual", "revision"),
 )
-"""Settings and methods that need completions from behind the images of the training."""
+"""Settings and methods that need completions sampled behind the images that are trained with."""
 
 
 class CropRolloutsSettings(MethodSettings):

@@ -248,7 +248,7 @@ def completion_weights(
     3); dr_grpo 1 / (completions × max_completion_length) (arXiv:2503.20783); luspo 1 / completions
     (arXiv:2602.05261); dapo, bnpo, cispo and vespo 1 / active tokens of the step (arXiv:2503.14476,
     eq. 8). ``kl``: β times that. ``entropy``: −entropy_coef / active tokens. The methods add the
-    weights of their terms. All are 0 for masked completions (``active``; None: there are none).
+    weights of their terms. All are 0 for completions whose ``active`` is False (None: none is).
     """
     if missing := sorted(settings.method_terms - methods.keys()):
         raise ValueError(
