@@ -12,7 +12,7 @@ from recorded import record_calls
 from torch import Tensor
 
 from vlm_grpo.model.engine import attention, kernels
-from vlm_grpo.model.engine.attention import PackedAttention, find_recurrent_layers
+from vlm_grpo.model.engine.attention import LayerState, PackedAttention, find_recurrent_layers
 from vlm_grpo.model.engine.kernels import GroupSpan, Layer, _Gather
 
 SPANS = [GroupSpan(0, 9, (4, 0, 7)), GroupSpan(20, 5, (2, 1, 2, 1), (-1, -1, 0, 0))]
@@ -171,6 +171,18 @@ def test_gradients_of_repeated_keys_are_summed_in_float32(monkeypatch):
 def test_the_kernels_are_named(device, dtype, has_varlen, name, monkeypatch):
     monkeypatch.setattr(kernels, "has_varlen", lambda query: has_varlen)
     assert kernels.describe(torch.device(device), dtype) == name
+
+
+def test_a_fork_does_not_change_its_origin():
+    state = LayerState()
+    state.update_conv_state(torch.ones(1, 3, 2), 0, conv_kernel_size=4)
+    before: Any = state.get_conv_state(0)
+    assert before.tolist() == [[[0, 0, 1, 1]] * 3]
+    fork = state.fork(2)
+    inputs = fork.update_conv_state(torch.full((2, 3, 1), 5.0), 0, conv_kernel_size=4)
+    assert inputs[1].tolist() == [[0, 0, 1, 1, 5]] * 3
+    assert fork.tensors["conv", 0][1].tolist() == [[0, 1, 1, 5]] * 3
+    assert state.get_conv_state(0) is before
 
 
 def test_layers_of_attention_are_not_recurrent():
