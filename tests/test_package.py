@@ -130,7 +130,7 @@ def test_an_installed_wheel_lists_its_tasks_and_trains_in_an_empty_folder(wheel,
     _pip("--python", str(home / "bin/python"), "install", "--no-deps", "--no-index", str(wheel))
     # The libraries follow the wheel on the path. Their .pth files are not processed there, so the
     # checkout's editable install is not importable. bitsandbytes, which is an extra, is hidden:
-    # PEFT would import it, which takes a second.
+    # An import by PEFT would take a second.
     (site,) = home.glob("lib/python*/site-packages")
     libraries = {str(Path(module.__file__ or "").parents[1]) for module in (pytest, torch)}
     lines = [*sorted(libraries), "import sys; sys.modules['bitsandbytes'] = None"]

@@ -1,5 +1,5 @@
-"""The connections between the parts of a step: the Trainer runs, and its gradients are computed
-once more by ``plain_step`` from the completions and their rewards."""
+"""Tests of whole steps: ``plain_step`` computes the Trainer's gradients again, from the completions
+and their rewards."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

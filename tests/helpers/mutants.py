@@ -123,8 +123,8 @@ model/prompts.py: thinking_tags=self.thinking_tags) → thinking_tags=THINK_TAGS
 model/chat_template.py: for turn in turns: → for turn in turns[-1:]:
 serve/chat_client.py: if turn.role == "user" else turn.text → nothing
 """
-"""A mutant per line: its module, a text, and the replacement. They change signs, constants, and
-what one part of a step gives to another."""
+"""A mutant per line: its module, a text, and the replacement. They change signs, constants, and the
+arguments that a part of the step passes to the next."""
 
 SWAPS: dict[type[ast.AST], str] = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",

@@ -386,8 +386,9 @@ def build_and_run(settings: Settings, count: int) -> list[dict[str, Any]]:
 
 
 def retry_after_out_of_memory(settings: Settings) -> list[dict[str, Any]]:
-    """Run a step that the first rank repeats, as it fails near the end of a backward pass, and then
-    one that finds the size of micro-batches on GPUs, of which the first has twice the memory."""
+    """Run two steps. In the first, the first rank runs out of memory near the end of a backward
+    pass and repeats it. The second finds the size of micro-batches on GPUs; the first GPU has twice
+    the memory of the others."""
     trainer = build_trainer(settings)
     failures = [trainer.accelerator.is_main_process]
 

@@ -36,7 +36,7 @@ def make_run(
     overrides: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write the folder of a run, named after its task and seed; return its path. ``skill`` is the
-    share of right answers at the first and the last step, and ``policy`` writes a completion."""
+    share of right answers at the first and the last step; ``policy`` returns a completion."""
     name = f"{task_name}-{seed}"
     changes = {"name": name, "output_dir": folder, "optim.max_steps": steps, "seed": seed}
     changes |= {"optim.warmup_steps": 0, "model": "embedded", **(overrides or {})}

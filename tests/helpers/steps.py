@@ -1,4 +1,4 @@
-"""What a trainer's step makes: its rollout and batch, and gradients; the prompt of completions."""
+"""The rollout, batch and gradients of a trainer's step, and the prompt of completions."""
 
 from typing import Any
 

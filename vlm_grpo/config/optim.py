@@ -1,5 +1,4 @@
-"""Settings of the optimizer: learning rates, steps, and the size of a step; how those of a recipe
-fit to a user's."""
+"""Settings of the optimizer: learning rates, steps, and the size of a step."""
 
 import math
 from collections.abc import Collection

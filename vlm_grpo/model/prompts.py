@@ -246,7 +246,8 @@ class PromptBuilder(PromptWriter):
         return self.encode_text(example, text)
 
     def observe(self, observed: Observed, role: str | None = None) -> Prompt:
-        """Build what ``ChatTemplate.observe`` writes of a result; ``role`` as there."""
+        """Build the text between a call and the model's next turn; ``role`` as in
+        ``ChatTemplate.observe``."""
         example = Example("observation", observed.images, "", None)
         # A space, as the rest of a text around a token could be another one.
         parts = (self._control_tokens.sub(" ", part) for part in observed.text.split(IMAGE))

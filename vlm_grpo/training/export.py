@@ -54,7 +54,8 @@ def export(
         dtype: dtype of the weights; None: that of the original model. Has no effect on adapters.
 
     Raises:
-        UserError: ``out`` exists, or ``run`` has no trained, adapter's or quantized weights.
+        UserError: ``out`` exists, ``run`` has no trained weights, or there is no adapter or no
+            quantized weights.
     """
     if not isinstance(run, str | Path):
         raise UserError(f"run must be the folder or the name of a run, not {type(run).__name__}")

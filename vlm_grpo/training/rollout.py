@@ -107,7 +107,7 @@ class RolloutSampler:
             self.start_outside()
 
     def _find(self, hook: str) -> Method:
-        """Return the method with a hook; one whose hooks do nothing if there is none."""
+        """Return the method that has the hook, or else a method whose hooks do nothing."""
         return next((method for method in self.methods if overrides(method, hook)), Method(None))
 
     def close(self) -> None:
@@ -132,7 +132,8 @@ class RolloutSampler:
     def sample(self, step: int, stop_request: StopRequest | None = None) -> Rollout:
         """Sample and score the groups of the step after ``step`` finished ones.
 
-        If that fails or is stopped on one rank, all ranks raise, and stay in place in the stream.
+        If that fails or is stopped on one rank, all ranks raise, and the place in the stream is
+        unchanged.
         """
         place, self.num_tokens = (self.cursor.position, self.unused), 0
         self._stop_request = stop_request or StopRequest()
@@ -178,7 +179,8 @@ class RolloutSampler:
         task = self.task.with_progress(self.settings.progress_at(step))
         ahead = max(0, min(rollout.steps_ahead, optim.max_steps - 1 - step))
         groups = self._sample_round(lambda: self._begin_step(ahead, step), task)
-        if not (rollout.dynamic_sampling or overrides(self._find("recall"), "recall")):
+        recalls = any(overrides(method, "recall") for method in self.methods)
+        if not (rollout.dynamic_sampling or recalls):
             return self._learn(task, groups, self._balance(step, task, groups, 0))
         kept, uniform = self._split_by_spread(groups, task)
         resampled = 0

@@ -176,7 +176,8 @@ class Trainer:
 
         Raises:
             Stopped: the run was stopped on request, and its state was saved.
-            UserError: as from ``train``; or another process writes to the run's folder.
+            UserError: another process writes to the run's folder, or a step failed for a reason
+                that the user can fix.
         """
         self.stop_request = stop_request or StopRequest(self.settings.checkpoint.max_hours)
         with lock_run(self.settings, self.accelerator):

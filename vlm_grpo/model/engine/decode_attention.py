@@ -17,7 +17,7 @@ from vlm_grpo.model.engine.kernels import Layer
 from vlm_grpo.model.engine.kv_cache import KVCache
 
 
-@dataclass(frozen=True, eq=False)  # torch 2.11 hashes it when it compiles a step
+@dataclass(frozen=True, eq=False)  # torch.compile (2.11) needs its hash
 class CachedKeys:
     """The cached keys that the queries of each of S rows see: the first ones, without gradient.
 

@@ -52,9 +52,8 @@ class TokenScores:
     entropies: Float[Tensor, " M"] | None = None  # of that distribution at each token
     others: Float[Tensor, "M k"] | None = None  # log-probabilities of k further tokens there
     is_top: Bool[Tensor, " M"] | None = None  # whether each token is the likeliest at its place
-    likeliest: Int[Tensor, "M k"] | None = (
-        None  # the tokens of ``others``, if these are the likeliest
-    )
+    # the tokens of ``others``, if they are the likeliest; else None
+    likeliest: Int[Tensor, "M k"] | None = None
 
     @property
     def columns(self) -> tuple[Tensor | None, ...]:

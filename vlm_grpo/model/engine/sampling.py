@@ -148,9 +148,8 @@ class SamplerState:
         self.active = torch.ones(shape[0], dtype=torch.bool, device=device)  # False: finished
         self.active[-1:].fill_(False)
         before = np.array(begun or (0,) * self.count)
-        self.begun = copy_to(
-            device, np.append(before, 0)
-        )  # tokens of each completion before the sampled
+        # The tokens of each completion before those that are sampled.
+        self.begun = copy_to(device, np.append(before, 0))
         # The numbers are as many as are left for the completion that has the fewest tokens.
         self._limits = copy_to(device, np.append(shape[1] + before.min() - before, 0))
         self.stopped: set[int] = set()  # completions that were ended by a stop string

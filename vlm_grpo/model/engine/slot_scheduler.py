@@ -1,6 +1,7 @@
 """The order in which completions get places in the key-value cache of a rollout.
 
-A completion of any prompt may take any place, so that of a finished completion is free at once.
+Completions of any prompts may take any places, so the place of a finished completion is free at
+once.
 """
 
 from __future__ import annotations

@@ -179,7 +179,8 @@ def group_advantages(
     completion in a group with fewer than two rewards, or with equal rewards. Pass the completions
     of all ranks: otherwise groups and the batch's deviation may be incomplete. ``scale_rewards``
     divides by the deviation of the ``group`` or of the ``batch``, or by 1 (``none``; "Dr. GRPO",
-    arXiv:2503.20783). ``ValueError``: an infinite reward, not n ids, or an unknown name.
+    arXiv:2503.20783). ``ValueError``: a reward is infinite, there are not n ids, or a name is
+    unknown.
     """
     scorable = _find_scorable(rewards, group_ids)
     index, count = _index_groups(group_ids, rewards.device)
