@@ -76,6 +76,10 @@ def test_a_wider_group_has_four_times_as_many_completions_and_nothing_fits_a_tin
     assert step.settings == load_settings("counting", ["data.train_limit=30", text])
     assert step.work.num_generations == 4 * found.step.work.num_generations
     assert f"wider      {text}" in str(found)
+    assert step.memory.peak > found.step.memory.peak
+    snug = build_plan(planner.on(Device("snug", found.step.memory.peak, is_cpu=True)))
+    assert snug.fits
+    assert snug.wider is None  # four times as many do not fit
     tiny = planner.on(Device("tiny", 1 << 20, is_cpu=True))
     found = build_plan(tiny)
     assert re.search(r"not even then.*--devices 8", str(found).splitlines()[-1])
