@@ -14,6 +14,7 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.eval.scored import Row, Scored
 from vlm_grpo.task.registry import load_task
+from vlm_grpo.training import run_dir
 from vlm_grpo.training.run_dir import RunDir, lock_run
 from vlm_grpo.training.trainer import train
 from vlm_grpo.utils.jsonl import read_rows
@@ -24,13 +25,13 @@ STEPS = 70
 def write_steps(settings: Settings, start: int, stop: int) -> None:
     """Write steps in which entropy falls to nothing; from step 30 to 40 all is truncated."""
     task = load_task("counting")
-    run_dir = RunDir(settings, task, task, is_main=True)
-    run_dir.open(start)
+    folder = RunDir(settings, task, task, is_main=True)
+    folder.open(start)
     for step in range(start, stop):
         clipped = 0.9 if 30 <= step < 40 else 0.0
         metrics = {"entropy": 0.5 * 0.9**step, "completions/clipped_ratio": clipped}
-        run_dir.write_metrics(step, metrics)
-    run_dir.trackers.finish()
+        folder.write_metrics(step, metrics)
+    folder.trackers.finish()
 
 
 @pytest.fixture
@@ -55,6 +56,18 @@ def test_a_resumed_run_has_the_alarms_of_an_uninterrupted_one(build_run, killed,
     assert found == expected
     assert logged.count("cut off:") == 1
     assert f"step {expected[0]['step']}: cut off:" in logged
+
+
+def test_the_first_rank_builds_a_report_when_the_last_one_is_a_minute_old(build_run, monkeypatch):
+    task, now, built = load_task("counting"), [1000.0], []
+    monkeypatch.setattr(run_dir.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(run_dir, "build_report", lambda path: built.append(now[0]))
+    ranks = [RunDir(build_run(name="run"), task, task, is_main=main) for main in (True, False)]
+    for moment in (1000.0, 1059.0, 1061.0, 1062.0, 1122.0):
+        now[0] = moment
+        for rank in ranks:
+            rank.refresh_report()
+    assert built == [1061.0, 1122.0]
 
 
 def test_a_run_in_use_is_refused_and_unchanged(build_run):
