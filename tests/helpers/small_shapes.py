@@ -26,6 +26,7 @@ WORK = Workload(
     num_generations=3,
     prompt_tokens=20,
     patches=16,
+    image_tokens=4,
     completion_tokens=5,
     rollout_budget=1 << 20,
     update_budget=1 << 20,

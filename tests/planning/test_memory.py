@@ -261,7 +261,8 @@ def test_terms_that_other_settings_add_have_their_bytes():
     assert changes(quantized) == {"weights": 520 - 2 * 1000, "sampling": 100, "update": 100}
     # Two results of 5 tokens and 4 patches in each of 6 episodes: an image token, and 5 values of
     # each patch. The cache has six prompts with 15 tokens each.
-    seen = replace(WORK, results=2, result_tokens=5, result_patches=4)
+    results = {"result_tokens": 5, "result_patches": 4, "result_image_tokens": 1}
+    seen = replace(WORK, results=2, **results)
     memory, plain = estimate_memory(frozen, seen), estimate_memory(frozen, WORK)
     assert memory.features - plain.features == 6 * 2 * 1 * 8 * 2
     assert memory.inputs - plain.inputs == 6 * 2 * 4 * 5 * 4

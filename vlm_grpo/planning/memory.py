@@ -87,7 +87,6 @@ class Memory:
 def estimate_memory(model: ModelShape, work: Workload, on_cpu: bool = False) -> Memory:
     """Estimate the memory of a step; that of a CPU also holds inputs and libraries."""
     text = model.text
-    tokens = work.patches // model.vision.merge
     values = work.num_groups * work.patches * model.vision.patch_values
     # The next step's prompts are prepared while this one computes; what is observed is kept.
     inputs = 2 * 4 * values + 4 * work.observed_patches * model.vision.patch_values
@@ -97,7 +96,8 @@ def estimate_memory(model: ModelShape, work: Workload, on_cpu: bool = False) -> 
     accumulates = work.num_micro_batches > 1 or work.iterations > 1
     features = 0
     if model.shares_prompts and not model.trains_vision:
-        tokens = work.num_prompts * tokens + work.observed_patches // model.vision.merge
+        results = work.num_generations * work.results * work.result_image_tokens
+        tokens = work.num_prompts * (work.image_tokens + results)
         features = tokens * text.hidden * model.value_bytes
     activations, offloaded = _count_activation_bytes(model, work), 0
     if model.offloads:  # a layer's are still being copied, or are fetched ahead

@@ -214,6 +214,7 @@ class Workload:
     iterations: int = 1
     uses_reference: bool = False
     reference_on_host: bool = False
+    image_tokens: int = 0  # of a prompt
     image_pixels: int = 0  # of a prompt's resized images
     copies: int = 1  # of each prompt: 1, and G in the repeated form
     optimizer: OptimizerName = "adamw"
@@ -222,10 +223,11 @@ class Workload:
     extra_copies: int = 0  # of the trained weights, which methods keep
     extra_passes: int = 0  # of all completions for other images, as methods make
     views: int = 1  # forms of a prompt that a group is sampled for: with some methods more than 1
-    # results that an episode observes: their number, and the tokens and patches of each
+    # what an episode observes: its results, and the tokens, patches and image tokens of each
     results: int = 0
     result_tokens: int = 0
     result_patches: int = 0
+    result_image_tokens: int = 0
 
     @property
     def num_groups(self) -> int:
@@ -320,6 +322,7 @@ def estimate_workload(
         num_generations=rollout.num_generations // copies,
         prompt_tokens=prompt.tokens,
         patches=prompt.values // model.vision.patch_values,
+        image_tokens=prompt.image_tokens,
         completion_tokens=rollout.max_completion_length,
         rollout_budget=rollout.max_tokens_per_batch or DEFAULT_ROLLOUT_TOKENS,
         update_budget=optim.max_tokens_per_batch or DEFAULT_UPDATE_TOKENS,
@@ -338,4 +341,5 @@ def estimate_workload(
         results=prompt.results,
         result_tokens=prompt.result_tokens,
         result_patches=prompt.result_values // model.vision.patch_values,
+        result_image_tokens=prompt.result_images,
     )
