@@ -78,9 +78,10 @@ study: $(VENV)/dev.stamp
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -q --doctest-modules $(WITH_DOCTESTS)
+	$(BIN)/pyright --pythonpath $(BIN)/python & types=$$!; \
+		$(BIN)/python -m pytest -q --doctest-modules $(WITH_DOCTESTS); doctests=$$?; \
+		wait $$types && exit $$doctests
 
 docs: $(VENV)/docs.stamp
 	$(BIN)/python -m sphinx -W --keep-going -n -q -E -b html docs site

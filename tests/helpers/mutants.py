@@ -7,7 +7,8 @@
 
 docs/testing.md says which changes there are, and which of them run. The library and its tests are
 imported once. Each mutant is a fork, in which the function's code is replaced and tests run until
-one fails or the time limit is exceeded (killed), or all pass or 20 seconds are spent (survived).
+one fails or the time limit is exceeded (killed), or all pass or a fortieth of the time of all tests
+is spent (survived).
 cosmic-ray would import all for each mutant; mutmut's wrappers meet the hook that checks shapes.
 Results are kept with a checksum of the function. After other changes than of functions, delete
 ``build/mutants.jsonl`` to run all.
@@ -274,9 +275,10 @@ def _place(name: str) -> float:
 RESULTS = ROOT / "build" / "mutants.jsonl"
 REACHED = ROOT / "build" / "mutants-reached.json"
 """The seconds of each test, and the tests that reach each line of each module."""
-CPU_LIMIT, LIMIT, MOST_SECONDS = 20, 1500, 20
-"""Seconds of processor time of a test, and of time of a mutant, after which they are ended; and of
-the tests that a mutant meets."""
+CPU_LIMIT, LIMIT = 20, 1500
+"""Seconds of processor time of a test, and of time of a mutant, after which they are ended."""
+MOST = 1 / 40
+"""The share of the seconds of all tests that a mutant meets: the same tests on any machine."""
 
 
 Functions = dict[tuple[str, str], list[FunctionType]]
@@ -367,8 +369,7 @@ class Runner:
         return json.loads(REACHED.read_text())
 
     def _choose(self, items: Sequence[pytest.Item], mutant: Mutant) -> list[pytest.Item]:
-        """Return the tests that reach the mutant's lines, the shortest first, up to a number of
-        seconds."""
+        """Return the tests that reach the mutant's lines, the shortest first, up to ``MOST``."""
         source, tests = read_source(mutant.module), self.reached["tests"][mutant.module]
         first, last = (source[:place].count(b"\n") + 1 for place in (mutant.start, mutant.stop))
         reaching = {test for line in range(first, last + 1) for test in tests.get(str(line), ())}
@@ -376,8 +377,8 @@ class Runner:
             reaching = {test for n in find_function(mutant)[2] for test in tests.get(str(n), ())}
         seconds = self.reached["seconds"]
         chosen = sorted((i for i in items if i.nodeid in reaching), key=lambda i: seconds[i.nodeid])
-        spent = accumulate(seconds[item.nodeid] for item in chosen)
-        return [item for item, end in zip(chosen, spent, strict=True) if end < MOST_SECONDS]
+        spent, most = accumulate(seconds[i.nodeid] for i in chosen), MOST * sum(seconds.values())
+        return [item for item, end in zip(chosen, spent, strict=True) if end < most]
 
     def _print(self, text: str) -> None:
         print(text, file=self.output, flush=True)

@@ -124,7 +124,9 @@ def test_only_much_larger_shapes_are_checked_again_and_a_lack_of_memory_ends_no_
     sample(policy, prompt)
     assert not check.is_larger([make_group(prompt, 3, 16)])
     assert check.is_larger([make_group(prompt, 3, 17)])
+    calls = record_calls(monkeypatch, policy, "compare")
     policy.check_groups([make_group(prompt, 3, 17)])
+    assert max(map(len, calls[0].arguments[0].slices[0].completions)) == 17
     assert policy.shared
     assert not check.is_larger([make_group(prompt, 34)])
     long = make_prompt(policy, noise_example("b", [(280, 280), (280, 280)]))

@@ -1,6 +1,7 @@
 """A resumed run writes the same metrics and alarms as one that was not interrupted."""
 
 import fcntl
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,8 @@ def test_an_evaluation_is_read_as_it_was_written(build_run):
     )
     written = Scored(rows, "exact", {"exact": 0.5})
     run_dir.write_evaluation(0, task, written, ())
+    run_dir.write_evaluation(9, task, replace(written, metrics={"exact": 0.75}), ())
+    assert run_dir.monitor.held_out_before == 0.5  # for the alarm of overfitting
     assert run_dir.read_evaluation(0) == written
     assert run_dir.read_evaluation(1) is None
     for text in ("", "[]", "{}", '{"headline": "exact", "n": 9, "metrics": {}}'):
