@@ -14,14 +14,15 @@
 #   make lock         update requirements.lock and constraints.txt after a change of dependencies
 #   make clean        remove the files created by these targets (not runs/)
 #
-# PYTHON=/path/to/python selects the interpreter, JOBS=8 the number of test processes.
+# PYTHON=/path/to/python selects the interpreter, JOBS=8 the number of test processes, of which the
+# default is one more than two cores: some tests wait.
 
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 CANDIDATES := python3 python3.11 python3.12 python3.13 python
 PYTHON ?= $(shell for python in $(CANDIDATES); do \
 	"$$python" -c '$(SUPPORTED)' 2>/dev/null && echo "$$python" && break; done)
 VENV ?= .venv
-JOBS ?= 2
+JOBS ?= 3
 BIN := $(VENV)/bin
 # uv downloads and unpacks in parallel, which takes half of pip's time. It reads no pip.conf: where
 # it finds no packages, pip installs them. A module is compiled when it is first imported: to compile

@@ -33,8 +33,19 @@ leave_writes_to_the_system()
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
 
+jaxtyped = jaxtyping.jaxtyped
+
+
+def leave_inner_functions(**options: Any) -> Any:
+    """Return jaxtyping's decorator for functions of modules and classes only: it would generate the
+    code of its checks at each call of the function around another one."""
+    decorate = jaxtyped(**options)
+    return lambda function: function if "<locals>" in function.__qualname__ else decorate(function)
+
+
 # Checks the annotations of these packages: a tensor of a wrong shape or type fails where it enters.
 # The hook must be installed before they are imported.
+jaxtyping.jaxtyped = leave_inner_functions
 install_import_hook(["vlm_grpo.training.objective", "vlm_grpo.model"], "beartype.beartype")
 
 

@@ -75,8 +75,9 @@ def test_a_reference_refreshed_in_every_step_costs_nothing_and_another_one_a_pas
         # The entropy has a weight so that no group is left out in any run.
         given = {"beta": beta, "reference_refresh_every": every, "entropy_coef": 1e-9}
         trainer = make_embedded_trainer(tmp_path, *(f"objective.{n}={v}" for n, v in given.items()))
-        works.append(trainer.step()["work/update_tokens"])
+        works.append((metrics := trainer.step())["work/update_tokens"])
         assert [*trainer.methods] == ["kl"] * (every == 5)
+        assert ("time/reference" in metrics) == (every == 5)
     assert works[0] == works[1] == works[2] / 2
 
 
