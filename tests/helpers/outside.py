@@ -15,6 +15,8 @@ from small_runs import small_run
 
 from vlm_grpo.config.run import Settings
 from vlm_grpo.dist.strategy import Strategy
+from vlm_grpo.model.engine.sampling import SamplingSettings
+from vlm_grpo.model.episodes import Seeds
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.training import rollout, trainer
 from vlm_grpo.training.stopping import StopRequest
@@ -80,10 +82,17 @@ class CopySampler:
     def start(self, *arguments: Any) -> Future[list[tuple[Completion, ...]]]:
         return self.thread.submit(self._sample, *arguments)
 
-    def _sample(self, prompts: Sequence[Prompt], *arguments: Any) -> list[tuple[Completion, ...]]:
+    def _sample(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingSettings,
+        numbers: Sequence[range],
+        seeds: Seeds,
+        begun: Sequence[int] = (),
+    ) -> list[tuple[Completion, ...]]:
         self.before(len(self.sampled))
         self.sampled.append((self.version, tuple(prompt.example.id for prompt in prompts)))
-        groups = self.copy.sample(prompts, *arguments)
+        groups = self.copy.sample(prompts, sampling, numbers, seeds, begun=begun)
         self.copy.engine.clear_image_features()
         return [tuple(replace(c, version=self.version) for c in group) for group in groups]
 

@@ -52,6 +52,19 @@ def test_a_run_resumes_bit_for_bit_from_the_middle_of_an_episode(settings):
     assert all(len(turn["pictures"]) == len(turn["observed"]["images"]) for turn in seen)
 
 
+def test_a_server_samples_the_turns_of_one_source_and_the_completions_of_another(vllm):
+    peek = {"name": f"{small_environments.__file__}:Peek", "max_turns": 3}
+    options = {"plain": {}, "tools": {"environment": peek}}
+    own = {"source": "embedded:ocr", "task": "ocr", "limit": 6}
+    sources = [{**own, "name": name, "task_options": given} for name, given in options.items()]
+    data, length = {"train": sources, "train_limit": None}, {"max_completion_length": 20}
+    run = vllm(task="mixed", data=data, rollout=length, optim={"max_steps": 1})
+    train(run)
+    (row,) = read_metrics(run.run_dir)
+    assert row["tokens/observed"] > 0
+    assert {"sources/plain/reward_std", "sources/tools/reward_std"} <= row.keys()
+
+
 def build_settings(model: Path, length: int, **policy: Any) -> Settings:
     rollout, policy = {"max_completion_length": length}, {"dtype": "float32", **policy}
     own = {"data": {"train": "none"}, "policy": policy, "rollout": rollout}
