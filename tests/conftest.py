@@ -36,17 +36,22 @@ settings.load_profile("no deadline")
 jaxtyped = jaxtyping.jaxtyped
 
 
-def leave_inner_functions(**options: Any) -> Any:
-    """Return jaxtyping's decorator for functions of modules and classes only: it would generate the
-    code of its checks at each call of the function around another one."""
+def decorate_if_checked(**options: Any) -> Any:
+    """Return jaxtyping's decorator, which leaves inner functions as they are in tests that do not
+    check shapes: they are decorated anew at each call of the function around them."""
     decorate = jaxtyped(**options)
-    return lambda function: function if "<locals>" in function.__qualname__ else decorate(function)
+
+    def choose(function: Any) -> Any:
+        is_inner = "<locals>" in function.__qualname__
+        return function if is_inner and jaxtyping.config.jaxtyping_disable else decorate(function)
+
+    return choose
 
 
 # Checks the annotations of these packages: a tensor of a wrong shape or type fails where it enters.
 # The hook must be installed before they are imported.
-jaxtyping.jaxtyped = leave_inner_functions
-install_import_hook(["vlm_grpo.training.objective", "vlm_grpo.model"], "beartype.beartype")
+jaxtyping.jaxtyped = decorate_if_checked
+install_import_hook(["vlm_grpo.training.objective", "vlm_grpo.model"], "type_checks.check_types")
 
 
 @pytest.fixture(scope="session")

@@ -129,8 +129,8 @@ def test_an_installed_wheel_lists_its_tasks_and_trains_in_an_empty_folder(wheel,
     venv.create(home, with_pip=False)
     _pip("--python", str(home / "bin/python"), "install", "--no-deps", "--no-index", str(wheel))
     # The libraries follow the wheel on the path. Their .pth files are not processed there, so the
-    # checkout's editable install is not importable. bitsandbytes, which is an extra, is hidden:
-    # An import by PEFT would take a second.
+    # checkout's editable install is not importable. PEFT imports bitsandbytes, an extra, where
+    # it is installed; the import takes a second, so it is hidden.
     (site,) = home.glob("lib/python*/site-packages")
     libraries = {str(Path(module.__file__ or "").parents[1]) for module in (pytest, torch)}
     lines = [*sorted(libraries), "import sys; sys.modules['bitsandbytes'] = None"]

@@ -15,8 +15,6 @@ from small_runs import small_run
 
 from vlm_grpo.config.run import Settings
 from vlm_grpo.dist.strategy import Strategy
-from vlm_grpo.model.engine.sampling import SamplingSettings
-from vlm_grpo.model.episodes import Seeds
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.training import rollout, trainer
 from vlm_grpo.training.stopping import StopRequest
@@ -83,12 +81,7 @@ class CopySampler:
         return self.thread.submit(self._sample, *arguments)
 
     def _sample(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingSettings,
-        numbers: Sequence[range],
-        seeds: Seeds,
-        begun: Sequence[int] = (),
+        self, prompts: Sequence[Prompt], sampling: Any, numbers: Any, seeds: Any, begun: Any = ()
     ) -> list[tuple[Completion, ...]]:
         self.before(len(self.sampled))
         self.sampled.append((self.version, tuple(prompt.example.id for prompt in prompts)))

@@ -35,8 +35,8 @@ def make_run(
     policy: Callable[[Task, Example, float, random.Random], str] | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write the folder of a run, named after its task and seed; return its path. ``skill`` is the
-    share of right answers at the first and the last step; ``policy`` returns a completion."""
+    """Write the folder of a run, named after its task and seed; return its path. ``skill`` holds
+    the accuracies of the first and the last step. ``policy`` returns the text of a completion."""
     name = f"{task_name}-{seed}"
     changes = {"name": name, "output_dir": folder, "optim.max_steps": steps, "seed": seed}
     changes |= {"optim.warmup_steps": 0, "model": "embedded", **(overrides or {})}

@@ -279,7 +279,7 @@ def test_the_format_of_a_checkpoint_is_kept_and_one_within_a_step_is_refused(set
     assert set(metadata["versions"]) >= {"python", "vlm-grpo", "torch", "transformers", "peft"}
     assert metadata["settings"]["optim.lr"] == 1e-2
     assert {*read_tensors(checkpoint, "examples")} == {"train"}
-    # Earlier versions could save a checkpoint within a step.
+    # A checkpoint from the middle of a step, in the format of version 0.1.0.
     within = checkpoint.rename(checkpoint.with_name("step-0-1"))
     (within / "state.json").write_text(json.dumps({**metadata, "open_step": []}))
     with pytest.raises(UserError, match=r"step-0-1 was saved within a step by an earlier"):

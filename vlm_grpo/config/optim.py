@@ -1,4 +1,4 @@
-"""Settings of the optimizer: learning rates, steps, and the size of a step."""
+"""The settings of the optimizer, such as its learning rates and the prompts per step."""
 
 import math
 from collections.abc import Collection

@@ -1,4 +1,4 @@
-"""The memory that a layer saves for its backward pass, measured without weights.
+"""Measurement of the bytes that one layer saves for its backward pass; it needs no weights.
 
 Two decoder layers and two blocks of a vision tower run the engine's code on fake tensors, which
 have sizes, a precision and a device, but no values. The bytes of a layer are those that autograd

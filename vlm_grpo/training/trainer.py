@@ -176,8 +176,8 @@ class Trainer:
 
         Raises:
             Stopped: the run was stopped on request, and its state was saved.
-            UserError: another process writes to the run's folder, or a step failed for a reason
-                that the user can fix.
+            UserError: another process uses the run's folder, or the settings, the data or the
+                memory do not allow a step.
         """
         self.stop_request = stop_request or StopRequest(self.settings.checkpoint.max_hours)
         with lock_run(self.settings, self.accelerator):

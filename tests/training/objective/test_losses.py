@@ -6,11 +6,14 @@ from functools import reduce
 from operator import add
 from typing import Any
 
+import jaxtyping
 import pytest
 import torch
 from gradients import gradient
 from groups import make_tokens
+from jaxtyping import Float
 from torch import Tensor
+from type_checks import check_types
 
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.training.methods import Method, build_methods, find_methods
@@ -260,3 +263,19 @@ def test_vespo_bounds_the_change_of_each_token():
 
     assert torch.equal(compute(30, -15), compute(20, -15))
     assert not torch.equal(compute(30, -15), compute(15, -15))
+
+
+def test_tensors_of_a_wrong_shape_are_refused_also_by_inner_functions():
+    """Whose checks are generated at the first call of the function around them only."""
+
+    def build() -> Any:
+        @jaxtyping.jaxtyped(typechecker=check_types)
+        def add(a: Float[Tensor, " n"], b: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+            return a + b
+
+        return add
+
+    for function in (k3, build(), build()):
+        function(torch.zeros(2), torch.zeros(2))
+        with pytest.raises(jaxtyping.TypeCheckError, match="parameters"):
+            function(torch.zeros(2), torch.zeros(1))
