@@ -267,7 +267,12 @@ def test_families_that_do_not_share_prompts_are_planned(name, tmp_path):
     values, vision = prompts[0].vision["pixel_values"].numel(), policy.model.config.vision_config
     edge = vision.patch_size if isinstance(vision.patch_size, int) else vision.patch_size[0]
     patches = values // (3 * getattr(vision, "temporal_patch_size", 1) * edge**2)
-    assert estimate_workload(planner.settings, sizes[-1], shape).patches == patches
+    work = estimate_workload(planner.settings, sizes[-1], shape)
+    assert work.patches == patches
+    if name == "internvl":  # whose configuration does not name the patches of a token
+        token = policy.model.config.image_token_id
+        # Its start and its end have a token each.
+        assert work.image_tokens == prompts[0].token_ids.count(token) + 2 > 2
     if name in PLANNED:
         found = build_plan(planner)
         assert (found.step.prompts, found.step.work.patches) == (sizes, patches)
@@ -391,6 +396,7 @@ def test_results_of_an_environment_match_those_of_a_run(tmp_path):
     pixels = seen[0][1].prompt.vision["pixel_values"]
     assert (size.results, size.result_values) == (2, pixels.numel())
     assert found.step.work.path_tokens == 30 + max(map(sum, counts)) + 1
+    assert found.step.work.result_image_tokens == 2
     assert f"up to 2 results of {size.result_tokens} tokens per completion, 2 of" in str(found)
 
 
